@@ -1,0 +1,283 @@
+"""The configuration of a run: TOML plus `--set key.path=value` overrides, typed and checked.
+
+Fields carry the units users write; `machines.py` turns them into the core's seconds and bytes. An unknown key is an
+error that names the nearest valid one.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.types import ServerName
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str = "models/digits"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server. `device` is `cpu` or `cuda:N` live, a profile's name or file when simulated.
+
+    `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `profile` names
+    the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
+    requested an instance may be. `threads` are the CPU threads of a live `cpu` server.
+    """
+
+    name: ServerName
+    device: str
+    profile: str | None = None
+    max_batch: int = 32
+    vram_budget_gib: float = 10.0
+    utilization_block: float = 0.95
+    idle_unload_s: float = 30.0
+    scale_queue_threshold: int = 16
+    max_new_instances: int = 2
+    max_concurrent_batches: int | None = None
+    max_upgrade: float | None = None
+    credit_tasks: int | None = None
+    slowdown: float = 1.0
+    threads: int = 1
+
+    @property
+    def concurrency(self) -> int:
+        return self.max_concurrent_batches or (1 if self.device.startswith("cpu") else 2)
+
+    @property
+    def credit(self) -> int:
+        return self.credit_tasks or 2 * self.max_batch
+
+
+class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`retry_budget` is a share of the arriving items; `priority_aging_s` is how much later a task of the next lower
+    priority counts as having come."""
+
+    reentry: Literal["back", "oldest-item"] = "back"
+    max_waiting_items: int = 100_000
+    max_activation_mib: float = 2048.0
+    priority_aging_s: float = 1.0
+    max_retries: int = 3
+    retry_budget: float = 0.2
+    heartbeat_timeout_s: float = 0.8
+    loss_grace_s: float = 2.0
+    no_server_timeout_s: float = 30.0
+
+
+class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`mbps` per server and direction; `shared_mbps`, where given, is one medium for all."""
+
+    latency_ms: float = 0.0
+    mbps: float = 1e6
+    shared_mbps: float | None = None
+    activations: bool = True
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    period_s: float = 0.1
+    age_s: float = 0.0
+
+
+class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`factor` is how much slower for `slow`; `share` of messages lost for `drop-messages` (also doubled and late
+    for `duplicate-messages`, `delay-messages`); `duration_s` ends the fault, None lasts."""
+
+    server: ServerName
+    at_s: float
+    kind: Literal["crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"]
+    factor: float = 3.0
+    share: float = 0.01
+    duration_s: float | None = None
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = "random"
+    groups: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    fallback: str = "cost-model:0.5"
+    slow_ms: float = 20.0
+    probe_s: float = 1.0
+
+
+class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Arrivals. `rate` in items per second, the mean of every kind but `trace`.
+
+    bursty: two-state Markov-modulated Poisson, `burst_factor` times the calm rate during bursts, which last
+    `burst_s` of every `burst_every_s` on average. diurnal: a sine of `day_s` with `day_swing` of the rate.
+    """
+
+    kind: Literal["poisson", "bursty", "diurnal", "trace"] = "poisson"
+    rate: float = 200.0
+    duration_s: float = 30.0
+    data: str = "digits"
+    deadline_ms: float = 0.0
+    slo_ms: float = 500.0
+    warmup_s: float | None = None
+    end: Literal["drain", "cut"] = "drain"
+    items_per_request: int = 1
+    trace: str | None = None
+    burst_factor: float = 4.0
+    burst_s: float = 1.0
+    burst_every_s: float = 5.0
+    day_s: float = 60.0
+    day_swing: float = 0.5
+
+    @property
+    def warmup(self) -> float:
+        return 0.1 * self.duration_s if self.warmup_s is None else self.warmup_s
+
+
+class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The weights of eq. 7."""
+
+    alpha: float = 1.0
+    beta: float = 0.1
+    gamma: float = 0.001
+    delta: float = 0.5
+    bonus: float = 0.0
+    center_accuracy: bool = True
+
+
+class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    level: Literal["full", "blocks", "summary"] = "blocks"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a run needs; `base` is the folder relative paths start from."""
+
+    model: ModelConfig = ModelConfig()
+    servers: tuple[ServerConfig, ...] = ()
+    dispatch: DispatchConfig = DispatchConfig()
+    network: NetworkConfig = NetworkConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    faults: tuple[FaultConfig, ...] = ()
+    router: RouterConfig = RouterConfig()
+    workload: WorkloadConfig = WorkloadConfig()
+    reward: RewardConfig = RewardConfig()
+    record: RecordConfig = RecordConfig()
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Reads a TOML file and applies `key.path=value` overrides. Raises ConfigError with one clear line."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _override(tree, override)
+    return config_from(tree)
+
+
+def config_from(tree: dict[str, Any]) -> Config:
+    """Builds and checks a configuration from plain data."""
+    _reject_unknown(tree, Config, "")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    _check(config)
+    return config
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override}: expected key.path=value, such as servers.0.max_batch=64")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node: Any = tree
+    *parents, last = key.split(".")
+    try:
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[int(last) if isinstance(node, list) else last] = value
+    except (ValueError, IndexError, TypeError, AttributeError):
+        raise ConfigError(f"--set {key}: no such place in the configuration") from None
+
+
+def _reject_unknown(tree: Any, kind: Any, where: str) -> None:
+    if not isinstance(tree, dict):
+        return
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in tree.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown key {where}{key}; the nearest valid one is {where}{near}")
+        kinds = [k for k in (fields[key], *getattr(fields[key], "__args__", ())) if _is_struct(k)]
+        for inner in kinds:
+            entries = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+            for i, entry in entries:
+                _reject_unknown(entry, inner, f"{where}{key}." if i is None else f"{where}{key}.{i}.")
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _check(config: Config) -> None:
+    if not config.servers:
+        raise ConfigError("no server is configured; add at least one [[servers]] with name and device")
+    names = [server.name for server in config.servers]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"server names repeat: {', '.join(names)}; each needs its own")
+    for i, server in enumerate(config.servers):
+        where = f"servers.{i}."
+        for field in ("max_batch", "vram_budget_gib", "utilization_block", "idle_unload_s", "slowdown", "threads"):
+            _positive(where + field, getattr(server, field))
+        for field in ("scale_queue_threshold", "max_new_instances"):
+            _positive(where + field, getattr(server, field))
+        for field in ("max_concurrent_batches", "credit_tasks"):
+            if getattr(server, field) is not None:
+                _positive(where + field, getattr(server, field))
+        if server.max_upgrade is not None and server.max_upgrade < 0:
+            raise ConfigError(f"{where}max_upgrade is {server.max_upgrade:g}; it must be 0 or more")
+    for field in ("max_waiting_items", "max_activation_mib", "heartbeat_timeout_s", "loss_grace_s"):
+        _positive(f"dispatch.{field}", getattr(config.dispatch, field))
+    for field in ("priority_aging_s", "no_server_timeout_s"):
+        _positive(f"dispatch.{field}", getattr(config.dispatch, field))
+    for field in ("max_retries", "retry_budget"):
+        _not_negative(f"dispatch.{field}", getattr(config.dispatch, field))
+    _positive("network.mbps", config.network.mbps)
+    _not_negative("network.latency_ms", config.network.latency_ms)
+    if config.network.shared_mbps is not None:
+        _positive("network.shared_mbps", config.network.shared_mbps)
+    _positive("telemetry.period_s", config.telemetry.period_s)
+    _not_negative("telemetry.age_s", config.telemetry.age_s)
+    if config.dispatch.heartbeat_timeout_s < 2 * config.telemetry.period_s:
+        raise ConfigError(
+            f"dispatch.heartbeat_timeout_s is {config.dispatch.heartbeat_timeout_s:g}; it must be at least twice "
+            f"telemetry.period_s ({config.telemetry.period_s:g})"
+        )
+    if not config.router.groups:
+        raise ConfigError("router.groups is empty; give at least one group size")
+    for group in config.router.groups:
+        _positive("router.groups", group)
+    for field in ("rate", "duration_s", "items_per_request", "slo_ms", "burst_factor", "burst_s", "burst_every_s"):
+        _positive(f"workload.{field}", getattr(config.workload, field))
+    _not_negative("workload.deadline_ms", config.workload.deadline_ms)
+    if not 0 <= config.workload.warmup < config.workload.duration_s:
+        raise ConfigError(
+            f"workload.warmup_s is {config.workload.warmup:g}; it must be from 0 to below duration_s "
+            f"({config.workload.duration_s:g})"
+        )
+    if config.workload.kind == "trace" and not config.workload.trace:
+        raise ConfigError("workload.kind is trace but workload.trace names no file")
+    for fault in config.faults:
+        if fault.server not in names:
+            raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
+        _not_negative("faults.at_s", fault.at_s)
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ConfigError(f"{name} is {value:g}; it must be above 0 and finite")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ConfigError(f"{name} is {value:g}; it must be 0 or more")

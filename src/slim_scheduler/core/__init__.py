@@ -1,0 +1,1 @@
+"""The pure core: every decision, no I/O, no clock, no torch."""

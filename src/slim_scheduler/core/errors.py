@@ -1,0 +1,46 @@
+"""The tree of exceptions.
+
+`InputError` and below are the user's to fix: one line with the value, the limit and the next step; the command line
+prints it and exits with 2. Overload, deadlines, lost servers and cancellations are outcomes (`types.Outcome`), never
+exceptions.
+"""
+
+
+class SlimError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InputError(SlimError):
+    """Something handed in cannot be used."""
+
+
+class ConfigError(InputError):
+    """A configuration file, override or command-line value."""
+
+
+class CheckpointError(InputError):
+    """A model or policy folder."""
+
+
+class DataError(InputError):
+    """Images, labels or an accuracy table."""
+
+
+class ProfileError(InputError):
+    """A device profile."""
+
+
+class TraceError(InputError):
+    """An arrival trace."""
+
+
+class RecordError(InputError):
+    """A run's folder or record."""
+
+
+class RouterError(SlimError):
+    """A router gave no usable decision; the dispatcher falls back and counts it."""
+
+
+class OutOfMemoryError(SlimError):
+    """A device refused memory for a batch or an instance."""

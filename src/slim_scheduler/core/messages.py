@@ -1,0 +1,256 @@
+"""Every event and command of the loop: the vocabulary between the two machines and their hosts.
+
+A host (simulator or live engine) delivers events to `Dispatcher.handle` and `ServerScheduler.handle` and performs
+the commands that come back. `WakeAt` asks for a `TimerFired` at or after that time; a spare one does no harm.
+"""
+
+import msgspec
+
+from slim_scheduler.core.telemetry import ServerReport
+from slim_scheduler.core.types import (
+    Batch,
+    BatchId,
+    Block,
+    BlockId,
+    Bytes,
+    Decision,
+    InstanceId,
+    ItemOutcome,
+    Joules,
+    Outcome,
+    Request,
+    RequestId,
+    Seconds,
+    ServerName,
+    TaskId,
+    Watts,
+    Width,
+)
+
+
+class Message(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Base of all events and commands; encodes with its type name."""
+
+
+# ---- events to the dispatcher
+
+
+class RequestArrived(Message, frozen=True, gc=False):
+    request: Request
+
+
+class RequestCancelled(Message, frozen=True, gc=False):
+    """The client went away or asked to stop."""
+
+    request_id: RequestId
+
+
+class BatchReported(Message, frozen=True, gc=False):
+    """A server's word that these tasks ran, at `width` (which may be wider than requested)."""
+
+    server: ServerName
+    incarnation: int
+    batch_id: BatchId
+    segment: int
+    width: Width
+    tasks: tuple[TaskId, ...]
+    started: Seconds
+    finished: Seconds
+    energy_j: Joules | None = None
+
+
+class TasksReturned(Message, frozen=True, gc=False):
+    """Tasks that a server gives back unrun. `permanent`: it could not run them at any later time either."""
+
+    server: ServerName
+    incarnation: int
+    tasks: tuple[TaskId, ...]
+    reason: str
+    permanent: bool = False
+
+
+class ServerReported(Message, frozen=True, gc=False):
+    report: ServerReport
+
+
+class ServerJoined(Message, frozen=True, gc=False):
+    server: ServerName
+    credit_tasks: int
+
+
+class ServerLeft(Message, frozen=True, gc=False):
+    """The host knows that the server is gone (its process died, its machine was removed)."""
+
+    server: ServerName
+    reason: str
+
+
+class RouterTooSlow(Message, frozen=True, gc=False):
+    """The host measured a decision that took longer than allowed."""
+
+    seconds: Seconds
+
+
+class TimerFired(Message, frozen=True, gc=False):
+    pass
+
+
+# ---- commands of the dispatcher
+
+
+class SendBlock(Message, frozen=True, gc=False):
+    block: Block
+
+
+class CancelTasks(Message, frozen=True, gc=False):
+    """Drop these tasks if they still wait at the server; also the event the server receives."""
+
+    server: ServerName
+    tasks: tuple[TaskId, ...]
+
+
+class Reply(Message, frozen=True, gc=False):
+    """The one answer to a request. `retry_after` comes with a rejection that will pass."""
+
+    request_id: RequestId
+    outcome: Outcome
+    items: tuple[ItemOutcome, ...]
+    reason: str = ""
+    retry_after: Seconds | None = None
+
+
+class BlockFinished(Message, frozen=True, gc=False):
+    """All tasks of a block have been reported done or given up: the row that rewards and tables are made of.
+
+    `latency` is eq. 7's L, the mean over its done tasks from entering the global FIFO to the result; `ran` pairs
+    each done task's item with the width tuple that really ran so far. `fifo_length` and `completed` are what the
+    decision saw; `lost` counts tasks that did not come back.
+    """
+
+    block_id: BlockId
+    decision: Decision
+    segment: int
+    previous_width: Width | None
+    size: int
+    decided_at: Seconds
+    finished_at: Seconds
+    latency: Seconds
+    ran: tuple[tuple[int, tuple[Width, ...]], ...]
+    lost: int
+    fifo_length: int
+    completed: int
+    router: str
+
+
+class RouterFellBack(Message, frozen=True, gc=False):
+    """The router's decision was replaced, or the router was suspended until `until`."""
+
+    reason: str
+    until: Seconds | None = None
+
+
+class ServerChanged(Message, frozen=True, gc=False):
+    """A server was taken out of or back into service; `requeued` tasks went back to the global FIFO."""
+
+    server: ServerName
+    up: bool
+    reason: str
+    requeued: int
+
+
+class WakeAt(Message, frozen=True, gc=False):
+    at: Seconds
+
+
+# ---- events to a server
+
+
+class BlockArrived(Message, frozen=True, gc=False):
+    block: Block
+
+
+class BatchDone(Message, frozen=True, gc=False):
+    batch_id: BatchId
+    energy_j: Joules | None = None
+
+
+class BatchFailed(Message, frozen=True, gc=False):
+    """The batch did not run. `out_of_memory` asks for smaller ones from now on."""
+
+    batch_id: BatchId
+    reason: str
+    out_of_memory: bool = False
+
+
+class InstanceReady(Message, frozen=True, gc=False):
+    instance: InstanceId
+
+
+class InstanceFailed(Message, frozen=True, gc=False):
+    instance: InstanceId
+    reason: str
+
+
+class InstanceUnloaded(Message, frozen=True, gc=False):
+    instance: InstanceId
+
+
+class DeviceSampled(Message, frozen=True, gc=False):
+    """A reading of the device, once per telemetry period. None where the device does not say."""
+
+    utilization: float | None
+    power_w: Watts | None = None
+    energy_j: Joules | None = None
+    energy_source: str = "none"
+
+
+# ---- commands of a server
+
+
+class StartBatch(Message, frozen=True, gc=False):
+    """Run it; answer with `BatchDone` or `BatchFailed`. `build_variant`: the first layers must be built first."""
+
+    batch: Batch
+    build_variant: bool = False
+
+
+class LoadInstance(Message, frozen=True, gc=False):
+    """Allocate and warm up; answer with `InstanceReady` or `InstanceFailed`."""
+
+    instance: InstanceId
+    segment: int
+    width: Width
+    reserved: Bytes
+
+
+class UnloadInstance(Message, frozen=True, gc=False):
+    """Move to host memory and free the device's; answer with `InstanceUnloaded`."""
+
+    instance: InstanceId
+
+
+DispatcherEvent = (
+    RequestArrived
+    | RequestCancelled
+    | BatchReported
+    | TasksReturned
+    | ServerReported
+    | ServerJoined
+    | ServerLeft
+    | RouterTooSlow
+    | TimerFired
+)
+DispatcherCommand = SendBlock | CancelTasks | Reply | BlockFinished | RouterFellBack | ServerChanged | WakeAt
+ServerEvent = (
+    BlockArrived
+    | CancelTasks
+    | BatchDone
+    | BatchFailed
+    | InstanceReady
+    | InstanceFailed
+    | InstanceUnloaded
+    | DeviceSampled
+    | TimerFired
+)
+# The host carries the middle three to the dispatcher as they are.
+ServerCommand = StartBatch | LoadInstance | UnloadInstance | BatchReported | TasksReturned | ServerReported | WakeAt

@@ -1,0 +1,119 @@
+"""What a device takes to run each piece of one network: latency, load time, memory and power.
+
+A profile is measured (`slim measure`) or derived from public data, and says which. The simulator, the cost-model
+router and the bound read it; it knows nothing of queues. Latency is the time of a batch alone on the device; how
+concurrent batches slow each other, and how a busy device slows down, are curves of the device.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from slim_scheduler.core.errors import ProfileError
+from slim_scheduler.core.types import Bytes, Seconds, Width
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A piecewise linear function, flat beyond its ends. `x` ascends."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __call__(self, at: float) -> float:
+        x, y = self.x, self.y
+        if at <= x[0]:
+            return y[0]
+        if at >= x[-1]:
+            return y[-1]
+        i = bisect_left(x, at)
+        return y[i - 1] + (y[i] - y[i - 1]) * (at - x[i - 1]) / (x[i] - x[i - 1])
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Seconds of one (segment, previous width, width) at each measured batch size, with the spread between runs."""
+
+    segment: int
+    previous_width: Width | None
+    width: Width
+    seconds: tuple[Seconds, ...]
+    spread: tuple[Seconds, ...] = ()
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """One device running one network.
+
+    `batches` are the batch sizes of every latency row, ascending. `power` maps utilisation to watts; `slowdown` maps
+    utilisation to a factor on latency (1 at rest); `sharing[k - 1]` is the combined speed of k concurrent batches
+    relative to one alone. `load_s` is a fixed time per instance load plus bytes over `load_bytes_per_s`.
+    """
+
+    device: str
+    model: str
+    source: str
+    batches: tuple[int, ...]
+    latency_rows: tuple[Latency, ...]
+    load_s: Seconds
+    load_bytes_per_s: float
+    memory_bytes: Bytes
+    power: Curve
+    power_source: str = "estimated"
+    slowdown: Curve = Curve((0.0, 1.0), (1.0, 1.0))
+    sharing: tuple[float, ...] = (1.0,)
+    notes: str = ""
+    versions: dict[str, str] = {}
+
+    def load_time(self, size: Bytes) -> Seconds:
+        return self.load_s + size / self.load_bytes_per_s
+
+    def share(self, concurrent: int) -> float:
+        """Speed of each of `concurrent` batches, relative to running alone."""
+        return self.sharing[min(concurrent, len(self.sharing)) - 1] / concurrent
+
+
+class LatencyTable:
+    """Latency of every batch size 1..max_batch: linear between the measured sizes and beyond the last two."""
+
+    def __init__(self, profile: Profile, max_batch: int) -> None:
+        if not profile.latency_rows or list(profile.batches) != sorted(set(profile.batches)):
+            raise ProfileError(f"profile of {profile.device}: no latency rows, or batch sizes not ascending")
+        self.max_batch = max_batch
+        self._rows: dict[tuple[int, Width | None, Width], list[Seconds]] = {}
+        for row in profile.latency_rows:
+            self._rows[row.segment, row.previous_width, row.width] = [0.0] + [
+                _at(profile.batches, row.seconds, size) for size in range(1, max_batch + 1)
+            ]
+
+    def seconds(self, segment: int, previous_width: Width | None, width: Width, batch: int) -> Seconds:
+        """Time of one batch alone on the device. Raises ProfileError where the profile has no such row."""
+        try:
+            return self._rows[segment, previous_width, width][batch]
+        except (KeyError, IndexError):
+            raise ProfileError(
+                f"profile has no latency for segment {segment}, previous width {previous_width}, width {width}, "
+                f"batch {batch} (limit {self.max_batch}); measure it with `slim measure`"
+            ) from None
+
+
+def _at(sizes: Sequence[int], seconds: Sequence[Seconds], size: int) -> Seconds:
+    if len(sizes) == 1:
+        return seconds[0] * size / sizes[0]
+    i = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+    slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
+    return max(seconds[i - 1] + slope * (size - sizes[i - 1]), min(seconds))
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads a profile's JSON. Raises ProfileError naming the file and what is wrong."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        raise ProfileError(f"profile {path} does not exist; write one with `slim measure`") from None
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

@@ -1,0 +1,1 @@
+"""Policies that turn the view into a decision."""

@@ -1,0 +1,1 @@
+"""One server: its queue, its batches and its model instances."""

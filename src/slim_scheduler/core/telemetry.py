@@ -1,0 +1,105 @@
+"""What servers report and what the router sees of it.
+
+A `ServerReport` is one server's own word with the time at which it was made. A `ServerView` joins the last report
+that arrived with what the dispatcher itself knows (credit, tasks sent and not yet done). A figure that nobody has
+reported is None: unknown is not zero. The dispatcher owns and changes the `ServerView`s; routers only read them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from slim_scheduler.core.types import BlockId, Bytes, Constraints, Joules, Seconds, ServerName, Watts, Width
+
+
+class InstanceCount(msgspec.Struct, frozen=True, gc=False):
+    """How many instances of one (segment, width) a server holds, by state."""
+
+    segment: int
+    width: Width
+    free: int
+    busy: int
+    loading: int
+
+
+class ServerReport(msgspec.Struct, frozen=True, gc=False):
+    """One server's telemetry at `made_at`.
+
+    `incarnation` changes when the server lost its state (a restart). `open_blocks` are the blocks of which it still
+    holds unfinished tasks: the dispatcher finds lost messages by comparing. `batch_p50` and `batch_p99` are
+    percentiles over recent batches of the time from a task's arrival at the server to its result.
+    """
+
+    server: ServerName
+    incarnation: int
+    made_at: Seconds
+    queue_per_segment: tuple[int, ...]
+    running_tasks: int
+    running_batches: int
+    memory_used: Bytes
+    memory_total: Bytes
+    instances: tuple[InstanceCount, ...]
+    open_blocks: tuple[BlockId, ...]
+    utilization: float | None = None
+    power_w: Watts | None = None
+    energy_j: Joules | None = None
+    energy_source: str = "none"
+    batch_p50: Seconds | None = None
+    batch_p99: Seconds | None = None
+
+    @property
+    def queue_length(self) -> int:
+        return sum(self.queue_per_segment)
+
+
+class ServerView:
+    """What the dispatcher knows of one server. Routers read it; only the dispatcher writes.
+
+    `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
+    """
+
+    __slots__ = ("name", "up", "credit_tasks", "outstanding", "pending", "report", "heard_at")
+
+    def __init__(self, name: ServerName, credit_tasks: int, now: Seconds) -> None:
+        self.name = name
+        self.up = True
+        self.credit_tasks = credit_tasks
+        self.outstanding = 0
+        self.pending: dict[tuple[int, Width], int] = {}
+        self.report: ServerReport | None = None
+        self.heard_at = now
+
+    @property
+    def credit(self) -> int:
+        return self.credit_tasks - self.outstanding
+
+    @property
+    def available(self) -> bool:
+        return self.up and self.outstanding < self.credit_tasks
+
+
+class Head(msgspec.Struct, frozen=True, gc=False):
+    """The oldest task's key, which the next decision is about, and how much of that key waits.
+
+    `widths` are the widths a decision may choose; `slack` is the time to the deadline, None without one.
+    """
+
+    segment: int
+    previous_width: Width | None
+    home: ServerName | None
+    waiting: int
+    age: Seconds
+    slack: Seconds | None
+    widths: tuple[Width, ...]
+    constraints: Constraints | None = None
+
+
+class View(msgspec.Struct, frozen=True, gc=False):
+    """All that a router may look at for one decision."""
+
+    now: Seconds
+    head: Head
+    fifo_length: int
+    fifo_per_segment: Sequence[int]
+    completed: int
+    servers: Mapping[ServerName, ServerView]
