@@ -1,0 +1,198 @@
+"""A network on disk: weights.safetensors and manifest.json in one folder. No pickle, and no fallback.
+
+The manifest says everything that is not a tensor, with the weights' SHA-256; what does not match is refused before
+memory is taken for it.
+"""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from slim_scheduler.core.errors import CheckpointError, InputError
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.presets import Recipe
+from slim_scheduler.model.shape import shape_of
+from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.model.training_state import EpochRecord
+
+FORMAT = 1
+WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
+MOST_MANIFEST_BYTES = 4 << 20
+HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near this size
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weights came about. `seconds` is time on the clock; `history` the curve on held-out images."""
+
+    preset: str
+    recipe: Recipe
+    seed: int
+    data: str
+    source: str
+    seconds: float
+    history: tuple[EpochRecord, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself. `accuracy`: top-1 in [0, 1] by split, then by width tuple ("0.25/0.5/...")."""
+
+    format: int
+    shape: ModelShape
+    architecture: Architecture
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    weights_sha256: str
+    weights_bytes: int
+    training: Training | None = None
+    accuracy: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+
+
+def save(
+    model: SlimResNet,
+    folder: str | Path,
+    *,
+    classes: tuple[str, ...] = (),
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    training: Training | None = None,
+) -> Manifest:
+    """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    channels = model.arch.item_shape[0]
+    dtype = DTYPES[training.recipe.weights_dtype if training else "float32"]
+    raw = save_tensors({n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()})
+    manifest = Manifest(
+        format=FORMAT,
+        shape=shape_of(model),
+        architecture=model.arch,
+        classes=classes or tuple(str(label) for label in range(model.classes)),
+        mean=mean or (0.0,) * channels,
+        std=std or (1.0,) * channels,
+        weights_sha256=hashlib.sha256(raw).hexdigest(),
+        weights_bytes=len(raw),
+        training=training,
+    )
+    _replace(folder / WEIGHTS, raw)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> None:
+    _replace(Path(folder) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """Reads and checks manifest.json. Raises CheckpointError, one line."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; a model folder holds {MANIFEST} and {WEIGHTS}, as `slim fit` writes")
+    if path.stat().st_size > MOST_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes, at most {MOST_MANIFEST_BYTES} are read; it is no manifest"
+        )
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest.shape.check()
+    except (msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fetch the model again, or run `slim fit`") from None
+    if manifest.format != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.format}, this version reads {FORMAT}; write it again with `slim fit`"
+        )
+    arch = manifest.architecture
+    expected = {
+        "shape.widths": (manifest.shape.widths, arch.widths),
+        "shape.segments": (manifest.shape.segments, arch.segments),
+        "shape.item_shape": (manifest.shape.item_shape, arch.item_shape),
+        "shape.classes": (manifest.shape.classes, arch.classes),
+        "number of class names": (len(manifest.classes), arch.classes),
+        "number of means": (len(manifest.mean), arch.item_shape[0]),
+        "number of standard deviations": (len(manifest.std), arch.item_shape[0]),
+    }
+    for name, (found, wanted) in expected.items():
+        if found != wanted:
+            raise CheckpointError(f"{path}: {name} is {found}, its architecture says {wanted}; fetch the model again")
+    return manifest
+
+
+def load(folder: str | Path, device: str = "cpu") -> SlimResNet:
+    """The network of a folder, on `device`, float32. Raises CheckpointError, one line, with no fallback."""
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    raw = _checked_weights(folder / WEIGHTS, manifest)
+    model = SlimResNet(manifest.architecture, folder.resolve().name)
+    try:
+        tensors = load_tensors(raw)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} is no safetensors file ({error}); fetch the model again") from None
+    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    if wanted != found:
+        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: tensor {name} is {found.get(name, 'missing')}, the manifest's architecture needs "
+            f"{wanted.get(name, 'none')}; fetch the model again"
+        )
+    model.load_state_dict({name: t.float() for name, t in tensors.items()})
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _checked_weights(path: Path, manifest: Manifest) -> bytes:
+    """The file's bytes, if size, header and hash are as the manifest says. Sizes come before reading."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; a model folder holds {MANIFEST} and {WEIGHTS}, as `slim fit` writes")
+    size = path.stat().st_size
+    most = 4 * _parameters(manifest.architecture) + HEADER_ROOM
+    if size != manifest.weights_bytes or size > most:
+        raise CheckpointError(
+            f"{path} has {size} bytes, the manifest says {manifest.weights_bytes} and its architecture allows {most}; "
+            "it is truncated or another file: fetch the model again"
+        )
+    raw = path.read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
+    if found != manifest.weights_sha256:
+        raise CheckpointError(
+            f"{path} has SHA-256 {found[:16]}..., the manifest says {manifest.weights_sha256[:16]}...; it was changed: "
+            "fetch the model again"
+        )
+    _check_header(path, raw)
+    return raw
+
+
+def _check_header(path: Path, raw: bytes) -> None:
+    """Raises CheckpointError where the header promises other sizes than the file has."""
+    length = int.from_bytes(raw[:8], "little")
+    try:
+        header: dict[str, Any] = json.loads(raw[8 : 8 + length])
+        promised = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} has no readable safetensors header; fetch the model again") from None
+    if 8 + length + promised != len(raw):
+        raise CheckpointError(
+            f"{path}: its header promises {promised} bytes of tensors, {len(raw) - 8 - length} follow"
+        )
+
+
+def _parameters(arch: Architecture) -> int:
+    from slim_scheduler.model.architecture import tuple_cost
+
+    return math.ceil(tuple_cost(arch, (1.0,) * arch.segments)[1])
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

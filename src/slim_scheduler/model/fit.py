@@ -1,0 +1,251 @@
+"""Trains a slimmable network: sandwich rule, in-place distillation, an independent random width per segment.
+
+`fit` is what `slim fit` calls. It owns the loop and its schedule; images come from `data`, batches from `Batches`,
+updates from `MuonSgd`. Test images are never looked at: curves come from held-out training images.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.model import checkpoint
+from slim_scheduler.model.batches import Batches
+from slim_scheduler.model.data import channel_statistics, held_out, load_data
+from slim_scheduler.model.optimizer import MuonSgd
+from slim_scheduler.model.presets import Preset, Recipe, preset_named
+from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
+
+VALIDATION_ITEMS = 1000  # per point of the curve: a standard error of 1.5 points, and seconds on a CPU
+STATE_FILE = "training.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class FitProgress:
+    """What the progress callback gets after every step. `share` of the run in [0, 1]; loss of the widest net."""
+
+    step: int
+    share: float
+    epoch: float
+    loss: float
+    image_size: int
+    seconds: float
+    history: tuple[EpochRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """The finished network's folder and its curve."""
+
+    model: SlimResNet
+    out: Path
+    history: tuple[EpochRecord, ...]
+    seconds: float
+
+
+def fit(
+    preset: str | Preset,
+    data: str | Path,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    epochs: int | None = None,
+    minutes: float | None = None,
+    save_every: float = 180.0,
+    progress: Callable[[FitProgress], None] | None = None,
+) -> FitResult:
+    """Trains, and writes the checkpoint to `out`; resumes an interrupted run found there.
+
+    `epochs` replaces the recipe's. `minutes` makes the schedule follow the clock instead (ends on time, but two runs
+    differ). The state is written every `save_every` seconds and at an interruption. Raises InputError and below.
+    """
+    preset = preset_named(preset) if isinstance(preset, str) else preset
+    if epochs is not None:
+        if epochs < 1:
+            raise InputError(f"epochs {epochs} must be at least 1")
+        preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
+    if minutes is not None and minutes <= 0:
+        raise InputError(f"minutes {minutes:g} must be more than 0")
+    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes)
+    run.train(save_every, progress or (lambda _: None))
+    return run.finish()
+
+
+class _Run:
+    """One training run: the network, its average, the optimiser and where it stands."""
+
+    def __init__(
+        self,
+        preset: Preset,
+        data: str | Path,
+        out: Path,
+        seed: int,
+        device: torch.device,
+        minutes: float | None,
+    ) -> None:
+        self.preset, self.recipe, self.out, self.seed, self.device = preset, preset.recipe, out, seed, device
+        self.minutes = minutes
+        self.data = load_data(data, preset.architecture.item_shape)
+        if len(self.data.classes) != preset.architecture.classes:
+            raise InputError(
+                f"data {self.data.name} has {len(self.data.classes)} classes, preset {preset.name} "
+                f"{preset.architecture.classes}; choose the preset that belongs to the data"
+            )
+        train, validation = held_out(self.data.train, self.recipe.held_out, seed)
+        self.statistics = channel_statistics(train)
+        self.validation = validation.take(np.arange(len(validation))[:: max(1, len(validation) // VALIDATION_ITEMS)])
+        self.batches = Batches(train, self.recipe, self.statistics, preset.architecture.item_shape[1], seed, device)
+        if self.batches.per_epoch < 1:
+            raise InputError(
+                f"data {self.data.name} has {len(train)} training images, fewer than one batch of {self.recipe.batch}"
+            )
+        torch.manual_seed(seed)
+        self.model = SlimResNet(preset.architecture, preset.name).to(device)
+        parameters = list(self.model.named_parameters())
+        matrices = [(n, p) for n, p in parameters if p.dim() == 4 and "stem" not in n]
+        others = [(n, p) for n, p in parameters if p.dim() != 4 or "stem" in n]
+        self.optimizer = MuonSgd(
+            matrices,
+            others,
+            muon_lr=self.recipe.muon_lr,
+            sgd_lr=self.recipe.sgd_lr,
+            momentum=self.recipe.momentum,
+            weight_decay=self.recipe.weight_decay,
+        )
+        self.average = {n: p.detach().clone() for n, p in parameters} if self.recipe.ema_decay else {}
+        self.state = RunState(identity=self._identity(train.labels))
+        self.state_path = out / ".training" / STATE_FILE
+
+    def _identity(self, labels: np.ndarray) -> str:
+        import hashlib
+
+        content = msgspec.json.encode((self.preset, self.seed, self.data.name, labels.tolist()))
+        return f"{self.preset.name}-seed{self.seed}-{hashlib.sha256(content).hexdigest()[:12]}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that a resumed run needs, by name."""
+        return {
+            **{f"model.{n}": p for n, p in self.model.named_parameters()},
+            **{f"momentum.{n}": v for n, v in self.optimizer.state.items()},
+            **{f"average.{n}": v for n, v in self.average.items()},
+        }
+
+    def train(self, save_every: float, report: Callable[[FitProgress], None]) -> None:
+        self.state = read_state(self.state_path, self.state.identity, self._tensors()) or self.state
+        started = time.monotonic() - self.state.seconds
+        saved = time.monotonic()
+        losses: list[float] = []
+        try:
+            while (share := self._share()) < 1.0:
+                loss = self._step(share)
+                losses.append(loss)
+                self.state.step += 1
+                self.state.seconds = time.monotonic() - started
+                if self.state.step % self.batches.per_epoch == 0 or self._share() >= 1.0:
+                    self._validate(float(np.mean(losses)), share)
+                    losses.clear()
+                report(self._progress(loss, share))
+                if time.monotonic() - saved >= save_every:
+                    self._save()
+                    saved = time.monotonic()
+        finally:
+            self._save()
+
+    def _save(self) -> None:
+        write_state(self.state_path, self.state, self._tensors())
+        (self.state_path.parent / ".gitignore").write_text("*\n")
+
+    def _share(self) -> float:
+        """How much of the run is done, in [0, 1]."""
+        if self.minutes is not None:
+            return min(1.0, self.state.seconds / (60.0 * self.minutes))
+        return self.state.step / (self.recipe.epochs * self.batches.per_epoch)
+
+    def _step(self, share: float) -> float:
+        """One sandwich: widest, slimmest, random tuples. Returns the widest net's loss."""
+        images, labels = self.batches.batch(self.state.step, share)
+        teacher: Tensor | None = None
+        first = 0.0
+        for widths in self._tuples():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+                logits = self.model(images, widths)
+            logits = logits.float()
+            if teacher is None:
+                loss = functional.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
+                teacher = logits.detach().softmax(dim=1)
+                first = float(loss.detach())
+            else:
+                loss = functional.cross_entropy(logits, teacher)  # in-place distillation
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(schedule(share, self.recipe))
+        if self.average:
+            with torch.no_grad():
+                for name, p in self.model.named_parameters():
+                    self.average[name].lerp_(p, 1.0 - self.recipe.ema_decay)
+        return first
+
+    def _tuples(self) -> list[tuple[float, ...]]:
+        """Width tuples of one step, widest first; the random ones draw each segment's width on its own."""
+        arch = self.preset.architecture
+        generator = np.random.default_rng((self.seed, self.state.step, 1))
+        draws = generator.choice(arch.widths, size=(self.recipe.random_tuples, arch.segments))
+        uniform = [(width,) * arch.segments for width in (arch.widths[-1], arch.widths[0])]
+        return uniform + [tuple(float(width) for width in draw) for draw in draws]
+
+    def _validate(self, loss: float, share: float) -> None:
+        images = self.batches.normalize(self.validation.pixels)
+        labels = torch.from_numpy(self.validation.labels).to(self.device)
+        top1 = {}
+        for width in self.preset.architecture.widths:
+            widths = (width,) * self.preset.architecture.segments
+            with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+                right = [
+                    (self.model(x, widths).argmax(dim=1) == y).sum()
+                    for x, y in zip(torch.split(images, 250), torch.split(labels, 250), strict=True)
+                ]
+            top1[f"{width:g}"] = round(int(sum(right)) / max(1, len(labels)), 4)
+        epoch = self.state.step / self.batches.per_epoch
+        size = self.batches.size_at(share)
+        self.state.history.append(
+            EpochRecord(round(epoch, 2), round(self.state.seconds, 1), round(loss, 4), size, top1)
+        )
+
+    def _progress(self, loss: float, share: float) -> FitProgress:
+        state = self.state
+        epoch, size = state.step / self.batches.per_epoch, self.batches.size_at(share)
+        return FitProgress(state.step, self._share(), epoch, loss, size, state.seconds, tuple(state.history))
+
+    def finish(self) -> FitResult:
+        """Writes the checkpoint. The training state stays beside it, ignored by git."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                if self.average:
+                    p.copy_(self.average[name])
+        training = checkpoint.Training(
+            preset=self.preset.name,
+            recipe=self.recipe,
+            seed=self.seed,
+            data=self.data.name,
+            source=self.data.source,
+            seconds=round(self.state.seconds, 1),
+            history=tuple(self.state.history),
+        )
+        mean, std = self.statistics
+        checkpoint.save(self.model, self.out, classes=self.data.classes, mean=mean, std=std, training=training)
+        return FitResult(self.model, self.out, tuple(self.state.history), self.state.seconds)
+
+
+def schedule(share: float, recipe: Recipe) -> float:
+    """Learning-rate factor: linear warm-up, then half a cosine to 0."""
+    if share < recipe.warmup:
+        return (share + 1e-3) / (recipe.warmup + 1e-3)
+    return 0.5 * (1.0 + float(np.cos(np.pi * (share - recipe.warmup) / (1.0 - recipe.warmup))))

@@ -1,0 +1,116 @@
+"""Named pairs of a network and the recipe that trains it, as values that a checkpoint's manifest can carry."""
+
+from difflib import get_close_matches
+from typing import Literal
+
+import msgspec
+
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.model.architecture import Architecture
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a network is trained. Lengths are in epochs, shares in [0, 1], learning rates for factor 1 of the cosine.
+
+    `muon_lr` None trains everything by SGD. `sizes` are (share of the run from which, image height in pixels);
+    `crop` is the largest shift and `cutout` the side of the square, both as a share of the image. `held_out` is the
+    share of training images kept for validation and for the router's accuracy table.
+    """
+
+    epochs: int = 100
+    batch: int = 256
+    muon_lr: float | None = None
+    sgd_lr: float = 0.2
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warmup: float = 0.02
+    label_smoothing: float = 0.1
+    random_tuples: int = 1
+    sizes: tuple[tuple[float, int], ...] = ()
+    crop: float = 0.125
+    flip: bool = True
+    cutout: float = 0.0
+    trivial_augment: bool = False
+    affine_degrees: float = 0.0
+    ema_decay: float = 0.0
+    bf16: bool = True
+    held_out: float = 0.1
+    weights_dtype: Literal["float32", "float16"] = "float32"
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    """A network and its recipe under one name."""
+
+    name: str
+    architecture: Architecture
+    recipe: Recipe
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="digits",
+            architecture=Architecture(
+                item_shape=(1, 8, 8),
+                classes=10,
+                channels=(16, 32, 48, 64),
+                blocks=(1, 1, 1, 1),
+                strides=(1, 1, 2, 2),
+                stem_channels=16,
+                channels_per_group=4,
+                logit_scale=0.5,
+            ),
+            recipe=Recipe(
+                epochs=80,
+                batch=64,
+                sgd_lr=0.1,
+                random_tuples=2,
+                crop=0.125,
+                flip=False,
+                affine_degrees=10.0,
+                bf16=False,
+                held_out=0.2,
+            ),
+        ),
+        # The paper's size; minutes per ten epochs on a data-centre GPU.
+        Preset(
+            name="cifar100",
+            architecture=Architecture(),
+            recipe=Recipe(
+                epochs=200,
+                batch=512,
+                sgd_lr=0.4,
+                random_tuples=2,
+                cutout=0.25,
+                trivial_augment=True,
+                ema_decay=0.999,
+                held_out=0.05,
+                weights_dtype="float16",
+            ),
+        ),
+        # One block per segment and growing images: what a few CPU cores can train.
+        Preset(
+            name="cifar100-lean",
+            architecture=Architecture(
+                blocks=(1, 1, 1, 1), stem_channels=32, stem_scales=False, pooling="mean+max", logit_scale=0.3
+            ),
+            recipe=Recipe(
+                epochs=14,
+                batch=256,
+                muon_lr=0.06,
+                sgd_lr=0.1,
+                sizes=((0.0, 20), (0.5, 24), (0.8, 32)),
+                weights_dtype="float16",
+            ),
+        ),
+    )
+}
+
+
+def preset_named(name: str) -> Preset:
+    """Raises InputError that names the nearest preset."""
+    if name in PRESETS:
+        return PRESETS[name]
+    nearest = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+    raise InputError(f"preset {name} does not exist; nearest: {nearest}; available: {', '.join(PRESETS)}")

@@ -1,0 +1,85 @@
+"""What the rest of the system knows of a network: how many segments, which widths, and how to run a slice.
+
+Any network that offers this can be served (rule 7); SlimResNet is one. Nothing outside `model/` may know what a
+segment computes.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class SegmentSlice(Protocol):
+    """One segment at one width, as contiguous weights of its own on one device. Dropping it frees them.
+
+    The layers that read the previous segment's output exist once per previous width (`build_variant`); all else
+    exists once. Not safe to run and move from two threads at the same time.
+    """
+
+    segment: int
+    width: float
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights without variants."""
+        ...
+
+    @property
+    def variant_bytes(self) -> int:
+        """Bytes of all variants built so far."""
+        ...
+
+    def has_variant(self, previous_width: float | None) -> bool: ...
+
+    def build_variant(self, previous_width: float | None) -> int:
+        """Builds the layers for one previous width; returns their bytes, also when they were there. 0 for segment 0."""
+        ...
+
+    def run(self, x: Tensor, previous_width: float | None) -> Tensor:
+        """(batch, channels, height, width) float32 on the slice's device -> the segment's output.
+
+        `previous_width` is None for segment 0 and must have been built for the others; the last segment gives
+        logits, (batch, classes).
+        """
+        ...
+
+    def to_host(self) -> None:
+        """Moves the weights to host memory; the device's memory is free again."""
+        ...
+
+    def to_device(self) -> None:
+        """Moves the weights back to the device of the slice."""
+        ...
+
+
+class SlimmableModel(Protocol):
+    """A network of `segments` parts, each of which runs at any of `widths`.
+
+    `item_shape` is one input item's, (channels, height, width); `activation_shape` one item's after a segment,
+    (classes,) after the last.
+    """
+
+    name: str
+
+    @property
+    def segments(self) -> int: ...
+    @property
+    def widths(self) -> tuple[float, ...]: ...
+    @property
+    def item_shape(self) -> tuple[int, ...]: ...
+    @property
+    def classes(self) -> int: ...
+
+    def activation_shape(self, segment: int, width: float) -> tuple[int, ...]: ...
+
+    def macs(self, segment: int, previous_width: float | None, width: float) -> int:
+        """Multiply-adds of one item in one segment."""
+        ...
+
+    def workspace_bytes(self, segment: int, width: float) -> int:
+        """Peak temporary bytes of one item while a segment runs."""
+        ...
+
+    def slice(self, segment: int, width: float, device: str) -> SegmentSlice:
+        """A contiguous copy of one segment's weights at one width on `device`, without variants."""
+        ...

@@ -1,0 +1,119 @@
+"""One segment of a SlimResNet at one width, deployed: standardised weights, contiguous, on one device.
+
+It holds a reference to the network only to build variants for further previous widths. The engine's instances own
+slices; loading, unloading and moving really allocate and free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.layers import activate, convolve, group_norm
+
+if TYPE_CHECKING:
+    from slim_scheduler.model.slim_resnet import SlimResNet
+
+HOST = torch.device("cpu")
+
+
+class ResNetSlice:
+    """Implements `SegmentSlice`."""
+
+    def __init__(self, network: SlimResNet, segment: int, width: float, device: torch.device) -> None:
+        self.segment = segment
+        self.width = width
+        self.device = device
+        self._network = network
+        self._at = device
+        self._variants: dict[float, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            self._own = {name: _deployed(w, device) for name, w in network.own_weights(segment, width).items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(w.nbytes for w in self._own.values())
+
+    @property
+    def variant_bytes(self) -> int:
+        return sum(w.nbytes for variant in self._variants.values() for w in variant.values())
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the weights are in host memory though the slice belongs to another device."""
+        return self._at != self.device
+
+    def has_variant(self, previous_width: float | None) -> bool:
+        return self.segment == 0 or previous_width in self._variants
+
+    def build_variant(self, previous_width: float | None) -> int:
+        if self.segment == 0:
+            return 0
+        if previous_width is None:
+            raise InputError(f"segment {self.segment} needs the previous segment's width, got none")
+        if previous_width not in self._variants:
+            with torch.no_grad():
+                weights = self._network.variant_weights(self.segment, previous_width, self.width)
+                self._variants[previous_width] = {n: _deployed(w, self._at) for n, w in weights.items()}
+        return sum(w.nbytes for w in self._variants[previous_width].values())
+
+    def run(self, x: Tensor, previous_width: float | None) -> Tensor:
+        weights = self._own
+        if self.segment > 0:
+            if previous_width not in self._variants:
+                raise InputError(
+                    f"segment {self.segment} at width {self.width:g} has no variant for previous width "
+                    f"{previous_width}; call build_variant first"
+                )
+            weights = weights | self._variants[previous_width]
+        with torch.no_grad():
+            return run_segment(self._network.arch, self.segment, weights, x)
+
+    def to_host(self) -> None:
+        self._move(HOST)
+
+    def to_device(self) -> None:
+        self._move(self.device)
+
+    def _move(self, target: torch.device) -> None:
+        self._own = {name: w.to(target) for name, w in self._own.items()}
+        self._variants = {p: {n: w.to(target) for n, w in v.items()} for p, v in self._variants.items()}
+        self._at = target
+
+
+def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """One segment with given weights. (batch, channels, height, width) -> its output, or logits after the last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    group = arch.channels_per_group
+
+    def conv_norm(name: str, x: Tensor, stride: int) -> Tensor:
+        x = convolve(x, weights[name], stride)
+        return group_norm(x, weights[f"{name}.scale"], weights[f"{name}.shift"], group)
+
+    if segment == 0:
+        x = activate(conv_norm("stem", x, 1))
+    for block in range(arch.blocks[segment]):
+        stride = arch.strides[segment] if block == 0 else 1
+        shortcut = weights.get(f"block{block}.shortcut")
+        beside = x if shortcut is None else convolve(x, shortcut, stride)
+        x = activate(conv_norm(f"block{block}.conv1", x, stride))
+        x = conv_norm(f"block{block}.conv2", x, 1)
+        x = activate(x + beside if torch.is_grad_enabled() else x.add_(beside))
+    if segment == arch.segments - 1:
+        features = x.mean(dim=(2, 3))  # (batch, channels)
+        if arch.pooling == "mean+max":
+            features = torch.cat((features, x.amax(dim=(2, 3))), dim=1)
+        x = functional.linear(features, weights["classifier"], weights["classifier.bias"])
+    return x
+
+
+def _deployed(weight: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy of its own, in the layout the convolutions run in."""
+    layout = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
+    return weight.to(device, copy=True).clone(memory_format=layout)
