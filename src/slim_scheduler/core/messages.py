@@ -60,13 +60,17 @@ class BatchReported(Message, frozen=True, gc=False):
 
 
 class TasksReturned(Message, frozen=True, gc=False):
-    """Tasks that a server gives back unrun. `permanent`: it could not run them at any later time either."""
+    """Tasks that a server gives back unrun. `permanent`: it could not run them at any later time either.
+
+    `activation_lost`: the home no longer holds their activations; a host says so instead of delivering the block.
+    """
 
     server: ServerName
     incarnation: int
     tasks: tuple[TaskId, ...]
     reason: str
     permanent: bool = False
+    activation_lost: bool = False
 
 
 class ServerReported(Message, frozen=True, gc=False):

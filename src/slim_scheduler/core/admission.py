@@ -1,0 +1,93 @@
+"""Which arrivals are taken, and which widths a request's constraints leave to the router.
+
+Owns the waiting limit, the estimate of when to come back, and the resolution of fixed widths and accuracy floors. The
+dispatcher asks; nothing here changes an item.
+"""
+
+from itertools import product
+from typing import Protocol
+
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
+
+RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
+
+
+class AccuracyPrior(Protocol):
+    """Measured top-1 accuracy in [0, 1] of a complete width tuple."""
+
+    def top1(self, widths: WidthTuple) -> float: ...
+
+
+class Admission:
+    """Arrival limits and width choices of one dispatcher."""
+
+    def __init__(self, shape: ModelShape, max_waiting: int, accuracy: AccuracyPrior | None) -> None:
+        self._shape = shape
+        self._max_waiting = max_waiting
+        self._accuracy = accuracy
+        self._choices: dict[tuple[int, object], tuple[Width, ...]] = {}
+        self._window_start: Seconds = 0.0
+        self._window_count = 0
+        self._rate = 0.0  # items per second over the last full second
+
+    def refuse(self, request: Request, waiting: int, now: Seconds) -> tuple[str, Seconds | None] | None:
+        """Why a request cannot be taken, and when to try again if that would help. None: take it."""
+        if request.constraints is not None:
+            wrong = self._unmet(request.constraints)
+            if wrong is not None:
+                return wrong, None
+        if waiting + len(request.items) > self._max_waiting:
+            reason = f"{waiting} items wait and {len(request.items)} more came; the limit is {self._max_waiting}"
+            least, most = RETRY_AFTER_RANGE
+            return reason, max(least, min(most, waiting / self._rate if self._rate else most))
+        return None
+
+    def widths(self, segment: int, bounds: object) -> tuple[Width, ...]:
+        """The widths a decision may choose. `bounds` pairs the constraints with the widths that ran so far."""
+        if bounds is None:
+            return self._shape.widths
+        found = self._choices.get((segment, bounds))
+        if found is None:
+            assert isinstance(bounds, tuple)
+            found = self._choices[segment, bounds] = self._resolve(segment, *bounds)
+        return found
+
+    def completed(self, now: Seconds) -> None:
+        """Counts an answered item towards the rate that retry-after is estimated from."""
+        elapsed = now - self._window_start
+        if elapsed >= 1.0:
+            self._rate = self._window_count / elapsed
+            self._window_start, self._window_count = now, 0
+        self._window_count += 1
+
+    def _unmet(self, constraints: Constraints) -> str | None:
+        shape = self._shape
+        if constraints.widths is not None:
+            wrong = [w for w in constraints.widths if w not in shape.widths]
+            if wrong or len(constraints.widths) != shape.segments:
+                served = ", ".join(f"{w:g}" for w in shape.widths)
+                return f"widths {constraints.widths} cannot be served: need {shape.segments}, each one of {served}"
+        floor = constraints.accuracy_floor
+        if floor is not None:
+            if self._accuracy is None:
+                return "accuracy_floor needs a model with measured accuracy; run `slim accuracy` on it"
+            best = self._best(constraints.widths or ())
+            if not floor <= best:
+                return f"accuracy_floor {floor:g} is above the best expected accuracy, {best:.4f}"
+        return None
+
+    def _resolve(self, segment: int, constraints: Constraints, prefix: WidthTuple) -> tuple[Width, ...]:
+        if constraints.widths is not None:
+            return (constraints.widths[segment],)
+        assert constraints.accuracy_floor is not None
+        reach = {width: self._best((*prefix, width)) for width in self._shape.widths}
+        meets = tuple(width for width, best in reach.items() if best >= constraints.accuracy_floor)
+        # A wider instance than requested may have led off the path: then the best that is left.
+        return meets or (max(reach, key=lambda width: reach[width]),)
+
+    def _best(self, prefix: WidthTuple) -> float:
+        """The highest expected accuracy that a prefix can still reach."""
+        assert self._accuracy is not None
+        rest = self._shape.segments - len(prefix)
+        return max(self._accuracy.top1((*prefix, *tail)) for tail in product(self._shape.widths, repeat=rest))

@@ -1,0 +1,472 @@
+"""The router's side of the loop: global FIFO, routing, collecting results, deadlines, lost servers.
+
+`Dispatcher.handle` is its only mutator. It owns every request and item in flight (`flight.py`), the waiting tasks
+(`queues.py`) and what is known of the servers (`fleet.py`). It carries no tensors and talks to nobody: hosts deliver
+events and perform commands.
+"""
+
+from heapq import heappop, heappush
+
+import msgspec
+from numpy.random import Generator
+
+from slim_scheduler.core.admission import AccuracyPrior, Admission
+from slim_scheduler.core.fleet import Fleet, SentBlock
+from slim_scheduler.core.flight import ItemFlight, Ledger
+from slim_scheduler.core.messages import (
+    BatchReported,
+    CancelTasks,
+    DispatcherCommand,
+    DispatcherEvent,
+    RequestArrived,
+    RequestCancelled,
+    RouterFellBack,
+    RouterTooSlow,
+    SendBlock,
+    ServerChanged,
+    ServerJoined,
+    ServerLeft,
+    ServerReported,
+    TasksReturned,
+    TimerFired,
+    WakeAt,
+)
+from slim_scheduler.core.queues import KeyedQueue
+from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
+from slim_scheduler.core.types import (
+    Block,
+    Bytes,
+    Decision,
+    Outcome,
+    RequestId,
+    Seconds,
+    ServerName,
+    Task,
+    TaskId,
+    Width,
+)
+
+CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
+RETRIES_AT_START = 256.0  # so that a server lost early on can be made up for
+RETRIES_SAVED = 10_000.0  # the most that a long quiet time saves up
+
+# segment, previous width, home (where moving costs), constraints with the prefix they were resolved for
+Key = tuple[int, Width | None, ServerName | None, object]
+
+
+class DispatchLimits(msgspec.Struct, frozen=True):
+    """What bounds the dispatcher, in the core's units (`DispatchConfig` says what each is)."""
+
+    reentry_back: bool = True
+    max_waiting_items: int = 100_000
+    max_activation_bytes: Bytes = 2 << 30
+    home_matters: bool = False
+    priority_aging: Seconds = 1.0
+    max_retries: int = 3
+    retry_budget: float = 0.2
+    heartbeat_timeout: Seconds = 0.8
+    loss_grace: Seconds = 2.0
+    no_server_timeout: Seconds = 30.0
+    slow_router: Seconds = 0.02
+    router_probe: Seconds = 1.0
+
+
+class Dispatcher:
+    """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused."""
+
+    def __init__(
+        self,
+        limits: DispatchLimits,
+        shape: ModelShape,
+        router: Router,
+        fallback: Router,
+        rng: Generator,
+        accuracy: AccuracyPrior | None = None,
+    ) -> None:
+        self._limits = limits
+        self._shape = shape
+        self._router = router
+        self._fallback = fallback
+        self._rng = rng
+        self._ledger = Ledger()
+        self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
+        self._admission = Admission(shape, limits.max_waiting_items, accuracy)
+        self._queue: KeyedQueue[Key] = KeyedQueue()
+        self._waiting_per_segment = [0] * shape.segments
+        self._activation = shape.activation_bytes
+        self._activation_bytes = 0
+        self._deadlines: list[tuple[Seconds, RequestId]] = []
+        self._held: tuple[Key, Decision] | None = None
+        self._router_suspended_until = float("-inf")
+        self._retry_tokens = RETRIES_AT_START
+        self._all_down_since: Seconds | None = None
+        self._wake_at = float("inf")
+        self._last_task = 0
+        self._last_block = 0
+        self._commands: list[DispatcherCommand] = []
+
+    # ---- what hosts and pages may read
+
+    @property
+    def servers(self) -> dict[ServerName, ServerView]:
+        return self._fleet.views
+
+    @property
+    def fifo_length(self) -> int:
+        return len(self._queue)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        return self._ledger.counts()
+
+    def handle(self, event: DispatcherEvent, now: Seconds) -> list[DispatcherCommand]:
+        """Takes one event, returns what the host must do."""
+        commands = self._commands = []
+        match event:
+            case BatchReported():
+                self._collect(event, now)
+            case RequestArrived():
+                self._arrive(event, now)
+            case ServerReported():
+                self._hear(event.report, now)
+            case TimerFired():
+                self._on_time(now)
+            case TasksReturned():
+                self._take_back(event, now)
+            case RequestCancelled():
+                self._cancel(event.request_id, now)
+            case ServerJoined():
+                self._fleet.join(event.server, event.credit_tasks, now)
+                self._all_down_since = None
+                self._wake_at = float("inf")
+            case ServerLeft():
+                if event.server in self._fleet.views:
+                    self._lose(event.server, event.reason, now)
+            case RouterTooSlow():
+                self._router_suspended_until = now + self._limits.router_probe
+                reason = f"took {event.seconds * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
+                commands.append(RouterFellBack(reason, self._router_suspended_until))
+        self._route(now)
+        self._arm(now)
+        return commands
+
+    # ---- arrivals
+
+    def _arrive(self, event: RequestArrived, now: Seconds) -> None:
+        request = event.request
+        if request.deadline is not None and request.deadline <= now:
+            self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
+            return
+        refusal = self._admission.refuse(request, len(self._queue), now)
+        if refusal is not None:
+            self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
+            return
+        self._retry_tokens = min(RETRIES_SAVED, self._retry_tokens + self._limits.retry_budget * len(request.items))
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.request_id))
+        for flight in self._ledger.admit(request):
+            self._enqueue(flight, 0, now, now)
+
+    def _enqueue(self, flight: ItemFlight, segment: int, entered: Seconds, rank: Seconds) -> None:
+        request = flight.request.request
+        self._last_task += 1
+        previous_width = flight.widths[-1] if flight.widths else None
+        task = Task(
+            self._last_task,
+            flight.item,
+            segment,
+            previous_width,
+            flight.home,
+            entered,
+            request.deadline,
+            request.priority,
+        )
+        flight.task = task
+        flight.waiting = True
+        if request.priority:
+            rank += self._limits.priority_aging * request.priority
+        self._queue.push(self._key(flight, task), rank, task)
+        self._waiting_per_segment[segment] += 1
+
+    def _key(self, flight: ItemFlight, task: Task) -> Key:
+        constraints = flight.request.request.constraints
+        return (
+            task.segment,
+            task.previous_width,
+            task.home if self._limits.home_matters else None,
+            None if constraints is None else (constraints, flight.widths),
+        )
+
+    # ---- routing
+
+    def _route(self, now: Seconds) -> None:
+        queue, fleet = self._queue, self._fleet
+        while len(queue) and fleet.any_available():
+            full = self._activation_bytes >= self._limits.max_activation_bytes
+            key = queue.head(_is_first_segment if full else None)
+            if key is None:
+                return
+            decision, router = self._decide(key, now)
+            view = fleet.views[decision.server]
+            if not view.available:  # only a router that holds gets here
+                self._held = (key, decision)
+                return
+            self._held = None
+            self._send(key, decision, router, min(decision.group, view.credit), now)
+
+    def _decide(self, key: Key, now: Seconds) -> tuple[Decision, str]:
+        held = self._held
+        if held is not None and held[0] == key and self._fleet.views[held[1].server].up:
+            return held[1], self._router.name
+        view = self._view(key, now)
+        if now >= self._router_suspended_until:
+            try:
+                decision = self._router.decide(view, self._rng)
+                wrong = self._impossible(decision, view, self._router.holds)
+            except Exception as error:  # a router may be anybody's code; the run goes on without it
+                wrong = f"{type(error).__name__}: {error}"
+            if wrong is None:
+                return decision, self._router.name
+            self._commands.append(RouterFellBack(wrong))
+        return self._fallback.decide(view, self._rng), self._fallback.name
+
+    def _view(self, key: Key, now: Seconds) -> View:
+        oldest = self._queue.oldest(key)
+        head = Head(
+            key[0],
+            key[1],
+            oldest.home,
+            self._queue.count(key),
+            now - oldest.entered,
+            None if oldest.deadline is None else oldest.deadline - now,
+            self._admission.widths(key[0], key[3]),
+            key[3][0] if isinstance(key[3], tuple) else None,
+        )
+        return View(now, head, len(self._queue), self._waiting_per_segment, self._ledger.completed, self._fleet.views)
+
+    def _impossible(self, decision: Decision, view: View, holds: bool) -> str | None:
+        server = view.servers.get(decision.server)
+        if server is None:
+            return f"chose server {decision.server}, which is unknown"
+        if not server.up or not (holds or server.available):
+            return f"chose server {decision.server}, which is {'full' if server.up else 'out of service'}"
+        if decision.width not in view.head.widths:
+            return f"chose width {decision.width}, allowed are {view.head.widths}"
+        if not decision.group >= 1:
+            return f"chose a group of {decision.group}"
+        return None
+
+    def _send(self, key: Key, decision: Decision, router: str, limit: int, now: Seconds) -> None:
+        fifo_length = len(self._queue)
+        tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
+        segment = key[0]
+        self._last_block += 1
+        bounds = key[3]
+        exact = isinstance(bounds, tuple) and bounds[0].widths is not None
+        block = Block(self._last_block, decision.server, segment, decision.width, key[1], exact, tasks, now)
+        self._waiting_per_segment[segment] -= len(tasks)
+        items = self._ledger.items
+        for task in tasks:
+            items[task.item].waiting = False
+        if segment == 0:  # room for what it will leave behind, at the widest it may run
+            for task in tasks:
+                self._hold(items[task.item], self._activation[0][-1])
+        self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router))
+        self._commands.append(SendBlock(block))
+
+    # ---- results
+
+    def _collect(self, event: BatchReported, now: Seconds) -> None:
+        share = None if event.energy_j is None else event.energy_j / len(event.tasks)
+        seconds = event.finished - event.started
+        items, last = self._ledger.items, self._shape.segments - 1
+        for task_id in event.tasks:
+            settled = self._fleet.settle(task_id)
+            if settled is None:
+                continue
+            sent, task = settled
+            flight = items.get(task.item)
+            if flight is None or flight.task is not task:
+                sent.lost += 1  # expired or cancelled while it ran
+            else:
+                flight.widths += (event.width,)
+                flight.servers += (event.server,)
+                flight.home = event.server
+                flight.compute += seconds
+                if share is not None:
+                    flight.energy = share + (flight.energy or 0.0)
+                sent.latency += now - task.entered
+                sent.ran.append((task.item, flight.widths))
+                if task.segment == last:
+                    self._admission.completed(now)
+                    self._end(flight, Outcome.ANSWERED, now)
+                else:
+                    self._hold(flight, self._activation[task.segment][self._shape.index(event.width)])
+                    rank = now if self._limits.reentry_back else flight.request.request.arrival
+                    self._enqueue(flight, task.segment + 1, now, rank)
+            if not sent.left:
+                self._commands.append(sent.finished(now))
+        view = self._fleet.views.get(event.server)
+        if view is not None:
+            view.heard_at = now
+
+    def _take_back(self, event: TasksReturned, now: Seconds) -> None:
+        for task_id in event.tasks:
+            self._give_up(task_id, event.reason, now, permanent=event.permanent)
+
+    def _give_up(self, task_id: TaskId, reason: str, now: Seconds, permanent: bool = False) -> bool:
+        """One sent task did not run: settle it and try its item again. True if the item was still waiting for it."""
+        settled = self._fleet.settle(task_id)
+        if settled is None:
+            return False
+        sent, task = settled
+        sent.lost += 1
+        if not sent.left:
+            self._commands.append(sent.finished(now))
+        flight = self._ledger.items.get(task.item)
+        if flight is None or flight.task is not task:
+            return False
+        self._retry(flight, task, reason, now, permanent)
+        return True
+
+    def _retry(self, flight: ItemFlight, task: Task, reason: str, now: Seconds, permanent: bool = False) -> None:
+        if task.deadline is not None and task.deadline <= now:
+            return self._end(flight, Outcome.EXPIRED, now, "the deadline passed")
+        if permanent and len(self._fleet.views) == 1:
+            return self._end(flight, Outcome.FAILED, now, reason)
+        if flight.retries >= self._limits.max_retries:
+            return self._end(flight, Outcome.FAILED, now, f"{reason}; gave up after {flight.retries} retries")
+        if self._retry_tokens < 1:
+            return self._end(flight, Outcome.FAILED, now, f"{reason}; the retry budget is spent")
+        self._retry_tokens -= 1
+        flight.retries += 1
+        home = self._fleet.views.get(flight.home) if flight.home is not None else None
+        if task.segment == 0 or home is None or not home.up:
+            flight.restart()
+            self._hold(flight, 0)
+            self._enqueue(flight, 0, task.entered, task.entered)
+        else:
+            self._enqueue(flight, task.segment, task.entered, task.entered)
+
+    def _end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> None:
+        task = flight.task
+        assert task is not None
+        if flight.waiting:
+            self._queue.remove(self._key(flight, task), task.task_id)
+            self._waiting_per_segment[task.segment] -= 1
+        self._hold(flight, 0)
+        reply = self._ledger.end(flight, outcome, now, reason)
+        if reply is not None:
+            self._commands.append(reply)
+
+    def _hold(self, flight: ItemFlight, size: Bytes) -> None:
+        """Changes the activation bytes that an item occupies."""
+        self._activation_bytes += size - flight.held
+        flight.held = size
+
+    # ---- deadlines, cancellation, time
+
+    def _cancel(self, request_id: RequestId, now: Seconds) -> None:
+        self._abandon(request_id, Outcome.CANCELLED, "cancelled by the client", now)
+
+    def _abandon(self, request_id: RequestId, outcome: Outcome, reason: str, now: Seconds) -> None:
+        """Ends all unfinished items of a request at once and calls back what was sent."""
+        flight = self._ledger.requests.get(request_id)
+        if flight is None:
+            return
+        recalled: dict[ServerName, list[TaskId]] = {}
+        for item in list(flight.items.values()):
+            assert item.task is not None
+            server = None if item.waiting else self._fleet.server_of(item.task.task_id)
+            if server is not None:
+                recalled.setdefault(server, []).append(item.task.task_id)
+            self._end(item, outcome, now, reason)
+        self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
+
+    def _on_time(self, now: Seconds) -> None:
+        if now < self._wake_at - CLOCK_SLACK:
+            return  # a timer that an earlier need made superfluous
+        if now - self._wake_at > self._limits.heartbeat_timeout / 4:
+            self._fleet.forgive(now)
+        self._wake_at = float("inf")
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._abandon(heappop(self._deadlines)[1], Outcome.EXPIRED, "the deadline passed", now)
+        for server in self._fleet.silent(now):
+            self._lose(server, f"silent for {self._limits.heartbeat_timeout:g} s", now)
+        if self._all_down_since is not None and self._all_down_since + self._limits.no_server_timeout <= now:
+            reason = f"no server was in service for {self._limits.no_server_timeout:g} s"
+            for flight in [f for f in self._ledger.items.values() if f.waiting]:
+                self._end(flight, Outcome.FAILED, now, reason)
+
+    def _arm(self, now: Seconds) -> None:
+        """Asks for the next timer. A need that only moved later is found out when the timer fires."""
+        deadline = self._deadlines[0][0] if self._deadlines else float("inf")
+        if self._wake_at <= deadline and self._wake_at != float("inf"):
+            return
+        at = min(deadline, self._fleet.next_check())
+        if self._all_down_since is not None and self._ledger.items:
+            at = min(at, max(now, self._all_down_since + self._limits.no_server_timeout))
+        if at < self._wake_at:
+            self._wake_at = at
+            self._commands.append(WakeAt(at))
+
+    # ---- servers
+
+    def _hear(self, report: ServerReport, now: Seconds) -> None:
+        view = self._fleet.views.get(report.server)
+        if view is None:
+            return
+        if view.report is not None and report.incarnation > view.report.incarnation and view.up:
+            self._lose(report.server, "restarted", now)
+        self._fleet.heard(report, now)
+        if not view.up:
+            view.up = True
+            self._all_down_since = None
+            self._commands.append(ServerChanged(report.server, True, "heard again", 0))
+        for task_id in self._fleet.lost_tasks(report, now):
+            self._give_up(task_id, "lost on the way", now)
+
+    def _lose(self, name: ServerName, reason: str, now: Seconds) -> None:
+        """Takes a server out of service: its tasks, and the activations it held, are tried again elsewhere."""
+        view = self._fleet.views[name]
+        if not view.up:
+            return
+        view.up = False
+        lost = self._fleet.unsettled(name)
+        requeued = sum(self._give_up(task_id, f"server {name} was lost ({reason})", now) for task_id in lost)
+        for flight in [f for f in self._ledger.items.values() if f.waiting and f.home == name]:
+            assert flight.task is not None
+            task = flight.task
+            self._queue.remove(self._key(flight, task), task.task_id)
+            self._waiting_per_segment[task.segment] -= 1
+            flight.waiting = False
+            self._retry(flight, task, f"server {name} held the activation ({reason})", now)
+            requeued += 1
+        if lost:
+            self._commands.append(CancelTasks(name, tuple(lost)))
+        self._commands.append(ServerChanged(name, False, reason, requeued))
+        if not self._fleet.any_up():
+            self._all_down_since = now
+            self._wake_at = float("inf")
+
+    # ---- checks
+
+    def check_invariants(self) -> None:
+        """For tests, after every event: conservation, one place per item, ledgers that agree."""
+        self._ledger.check_invariants()
+        self._queue.check_invariants()
+        self._fleet.check_invariants()
+        waiting = {entry[2].task_id for _, entry in self._queue.entries()}
+        for flight in self._ledger.items.values():
+            assert flight.task is not None
+            assert (flight.task.task_id in waiting) == flight.waiting, "waiting flag"
+            assert flight.waiting or self._fleet.server_of(flight.task.task_id), "an item that is nowhere"
+        assert len(waiting) == sum(f.waiting for f in self._ledger.items.values()), "a task without its item"
+        assert sum(self._waiting_per_segment) == len(self._queue), "waiting per segment"
+        assert self._activation_bytes == sum(f.held for f in self._ledger.items.values()) >= 0, "activation bytes"
+
+
+def _is_first_segment(key: Key) -> bool:
+    return key[0] == 0

@@ -1,0 +1,151 @@
+"""The dispatcher's side of the servers: credit, what was sent and not yet reported, who is alive, what got lost.
+
+A server is out of service when it was silent for `heartbeat_timeout` or the host says so; it is back when it is heard
+again. A block that a server's reports keep leaving out was lost on the way. The fleet finds out; what then happens to
+the tasks is the dispatcher's decision.
+"""
+
+from slim_scheduler.core.messages import BlockFinished
+from slim_scheduler.core.telemetry import ServerReport, ServerView
+from slim_scheduler.core.types import Block, BlockId, Decision, Seconds, ServerName, Task, TaskId, WidthTuple
+
+
+class SentBlock:
+    """A block on its way or at its server, with the sums its `BlockFinished` is made of."""
+
+    __slots__ = ("block", "completed", "decision", "fifo_length", "latency", "left", "lost", "missing", "ran", "router")
+
+    def __init__(self, block: Block, decision: Decision, fifo_length: int, completed: int, router: str) -> None:
+        self.block = block
+        self.decision = decision
+        self.fifo_length = fifo_length
+        self.completed = completed
+        self.router = router
+        self.left = len(block.tasks)
+        self.latency = 0.0
+        self.ran: list[tuple[int, WidthTuple]] = []
+        self.lost = 0
+        self.missing: Seconds | None = None
+
+    def finished(self, now: Seconds) -> BlockFinished:
+        block = self.block
+        return BlockFinished(
+            block.block_id,
+            self.decision,
+            block.segment,
+            block.previous_width,
+            len(block.tasks),
+            block.sent_at,
+            now,
+            self.latency / len(self.ran) if self.ran else 0.0,
+            tuple(self.ran),
+            self.lost,
+            self.fifo_length,
+            self.completed,
+            self.router,
+        )
+
+
+class Fleet:
+    """Every server's view, and the ledger of tasks that were sent."""
+
+    def __init__(self, heartbeat_timeout: Seconds, loss_grace: Seconds) -> None:
+        self.views: dict[ServerName, ServerView] = {}
+        self._timeout = heartbeat_timeout
+        self._grace = loss_grace
+        self._sent: dict[TaskId, tuple[SentBlock, Task]] = {}
+        self._blocks: dict[ServerName, dict[BlockId, SentBlock]] = {}
+
+    def join(self, name: ServerName, credit_tasks: int, now: Seconds) -> None:
+        self.views[name] = ServerView(name, credit_tasks, now)
+        self._blocks[name] = {}
+
+    def any_available(self) -> bool:
+        return any(view.up and view.outstanding < view.credit_tasks for view in self.views.values())
+
+    def any_up(self) -> bool:
+        return any(view.up for view in self.views.values())
+
+    # ---- blocks
+
+    def send(self, sent: SentBlock) -> None:
+        block = sent.block
+        view = self.views[block.server]
+        count = len(block.tasks)
+        view.outstanding += count
+        kind = (block.segment, block.width)
+        view.pending[kind] = view.pending.get(kind, 0) + count
+        self._blocks[block.server][block.block_id] = sent
+        for task in block.tasks:
+            self._sent[task.task_id] = (sent, task)
+
+    def settle(self, task_id: TaskId) -> tuple[SentBlock, Task] | None:
+        """A server's word on a task came: its credit is free. None for a late or doubled word."""
+        found = self._sent.pop(task_id, None)
+        if found is None:
+            return None
+        sent = found[0]
+        block = sent.block
+        view = self.views[block.server]
+        view.outstanding -= 1
+        kind = (block.segment, block.width)
+        left = view.pending[kind] - 1
+        if left:
+            view.pending[kind] = left
+        else:
+            del view.pending[kind]
+        sent.left -= 1
+        if not sent.left:
+            del self._blocks[block.server][block.block_id]
+        return found
+
+    def server_of(self, task_id: TaskId) -> ServerName | None:
+        found = self._sent.get(task_id)
+        return found[0].block.server if found else None
+
+    def unsettled(self, name: ServerName) -> list[TaskId]:
+        return [task for task, (sent, _) in self._sent.items() if sent.block.server == name]
+
+    # ---- liveness and loss
+
+    def heard(self, report: ServerReport, now: Seconds) -> None:
+        """Takes a report, unless a newer one of the same life came first."""
+        view = self.views[report.server]
+        view.heard_at = now
+        last = view.report
+        if last is None or last.incarnation < report.incarnation or last.made_at <= report.made_at:
+            view.report = report
+
+    def lost_tasks(self, report: ServerReport, now: Seconds) -> list[TaskId]:
+        """Tasks of blocks that this server's reports have left out for longer than the grace."""
+        open_blocks = set(report.open_blocks)
+        lost: set[BlockId] = set()
+        for block_id, sent in self._blocks[report.server].items():
+            if block_id in open_blocks or now - sent.block.sent_at <= self._grace:
+                sent.missing = None
+            elif sent.missing is None:
+                sent.missing = now
+            elif now - sent.missing > self._grace:
+                lost.add(block_id)
+        if not lost:
+            return []
+        return [task for task, (sent, _) in self._sent.items() if sent.block.block_id in lost]
+
+    def silent(self, now: Seconds) -> list[ServerName]:
+        return [view.name for view in self.views.values() if view.up and view.heard_at + self._timeout <= now]
+
+    def next_check(self) -> Seconds:
+        """When the next server would have been silent for too long."""
+        return min([view.heard_at for view in self.views.values() if view.up], default=float("inf")) + self._timeout
+
+    def forgive(self, now: Seconds) -> None:
+        """This process itself was asleep: silence until now proves nothing, so each server gets half the time anew."""
+        for view in self.views.values():
+            view.heard_at = max(view.heard_at, now - self._timeout / 2)
+
+    def check_invariants(self) -> None:
+        for name, view in self.views.items():
+            tasks = self.unsettled(name)
+            assert view.outstanding == len(tasks) == sum(view.pending.values()), f"credit ledger of {name}"
+            assert view.outstanding <= view.credit_tasks, f"{name} got more than its credit"
+            assert sum(sent.left for sent in self._blocks[name].values()) == len(tasks), f"blocks of {name}"

@@ -1,0 +1,139 @@
+"""Requests and items in flight, and the conservation law over them.
+
+received = answered + rejected + expired + cancelled + failed + in flight, for requests and for items. The dispatcher
+moves items through here; every one leaves by exactly one outcome, and the last item's outcome makes the reply.
+"""
+
+from slim_scheduler.core.messages import Reply
+from slim_scheduler.core.types import (
+    ItemId,
+    ItemOutcome,
+    Joules,
+    Outcome,
+    Request,
+    RequestId,
+    Seconds,
+    ServerName,
+    Task,
+    WidthTuple,
+)
+
+
+class ItemFlight:
+    """One item on its way. `task` is its current attempt at its current segment; answers to any other are late."""
+
+    __slots__ = (
+        "compute",
+        "energy",
+        "held",
+        "home",
+        "item",
+        "request",
+        "retries",
+        "servers",
+        "task",
+        "waiting",
+        "widths",
+    )
+
+    def __init__(self, item: ItemId, request: "RequestFlight") -> None:
+        self.item = item
+        self.request = request
+        self.widths: WidthTuple = ()
+        self.servers: tuple[ServerName, ...] = ()
+        self.home: ServerName | None = None
+        self.task: Task | None = None
+        self.waiting = False
+        self.compute: Seconds = 0.0
+        self.energy: Joules | None = None
+        self.retries = 0
+        self.held = 0  # bytes of activation counted for it
+
+    def restart(self) -> None:
+        """Its activation is lost: back to the input."""
+        self.widths, self.servers, self.home = (), (), None
+
+
+class RequestFlight:
+    """One request and the outcomes of its items so far."""
+
+    __slots__ = ("items", "outcomes", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.items: dict[ItemId, ItemFlight] = {}
+        self.outcomes: list[ItemOutcome] = []
+
+
+class Ledger:
+    """All flights, and how many ended how."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, RequestFlight] = {}
+        self.items: dict[ItemId, ItemFlight] = {}
+        self.received_requests = 0
+        self.received_items = 0
+        self.request_outcomes = dict.fromkeys(Outcome, 0)
+        self.item_outcomes = dict.fromkeys(Outcome, 0)
+
+    @property
+    def completed(self) -> int:
+        return self.item_outcomes[Outcome.ANSWERED]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Totals by outcome, with `received` and `in_flight`, for requests and for items."""
+        return {
+            "requests": {"received": self.received_requests, **_named(self.request_outcomes)}
+            | {"in_flight": len(self.requests)},
+            "items": {"received": self.received_items, **_named(self.item_outcomes)} | {"in_flight": len(self.items)},
+        }
+
+    def refuse(self, request: Request, outcome: Outcome, reason: str, retry_after: Seconds | None) -> Reply:
+        """A request that never takes off."""
+        self.received_requests += 1
+        self.received_items += len(request.items)
+        self.request_outcomes[outcome] += 1
+        self.item_outcomes[outcome] += len(request.items)
+        items = tuple(ItemOutcome(item, outcome, (), (), 0.0, 0.0, None, reason) for item in request.items)
+        return Reply(request.request_id, outcome, items, reason, retry_after)
+
+    def admit(self, request: Request) -> list[ItemFlight]:
+        flight = RequestFlight(request)
+        self.received_requests += 1
+        self.received_items += len(request.items)
+        self.requests[request.request_id] = flight
+        for item in request.items:
+            self.items[item] = flight.items[item] = ItemFlight(item, flight)
+        return list(flight.items.values())
+
+    def end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> Reply | None:
+        """Ends one item; the reply if it was its request's last."""
+        owner = flight.request
+        del self.items[flight.item], owner.items[flight.item]
+        self.item_outcomes[outcome] += 1
+        queued = now - owner.request.arrival - flight.compute
+        owner.outcomes.append(
+            ItemOutcome(
+                flight.item, outcome, flight.widths, flight.servers, queued, flight.compute, flight.energy, reason
+            )
+        )
+        if owner.items:
+            return None
+        del self.requests[owner.request.request_id]
+        worst = next((o for o in owner.outcomes if o.outcome is not Outcome.ANSWERED), owner.outcomes[-1])
+        self.request_outcomes[worst.outcome] += 1
+        outcomes = tuple(owner.outcomes) if len(owner.outcomes) == 1 else tuple(sorted(owner.outcomes, key=_item_id))
+        return Reply(owner.request.request_id, worst.outcome, outcomes, worst.reason)
+
+    def check_invariants(self) -> None:
+        for totals in self.counts().values():
+            assert totals["received"] == sum(v for k, v in totals.items() if k != "received"), f"conservation: {totals}"
+        assert sum(len(r.items) for r in self.requests.values()) == len(self.items), "an item without its request"
+
+
+def _item_id(outcome: ItemOutcome) -> ItemId:
+    return outcome.item
+
+
+def _named(outcomes: dict[Outcome, int]) -> dict[str, int]:
+    return {outcome.value: count for outcome, count in outcomes.items()}

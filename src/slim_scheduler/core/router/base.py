@@ -1,0 +1,51 @@
+"""What a router is, and what it may know.
+
+A router turns the view into a decision. It does no I/O and draws only from the generator it is handed; state it keeps
+must follow from the calls it got, so that a replay decides the same. `RouterFacts` is what stays fixed in a run: the
+network's shape, the groups, and each server's profile and link.
+"""
+
+from typing import Protocol
+
+import msgspec
+from numpy.random import Generator
+
+from slim_scheduler.core.profile import LatencyTable, Profile
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName
+
+
+class Router(Protocol):
+    """`holds`: may choose a server without credit, and the head then waits for it (only `random`, the paper's)."""
+
+    name: str
+    holds: bool
+
+    def decide(self, view: View, rng: Generator) -> Decision: ...
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """What is fixed about one server. Latencies are the profile's; multiply by `slowdown`.
+
+    `bytes_per_s` is its link's, each way; `link_latency` one way.
+    """
+
+    name: ServerName
+    profile: Profile
+    latency: LatencyTable
+    slowdown: float
+    max_batch: int
+    concurrency: int
+    vram_budget: Bytes
+    link_latency: Seconds
+    bytes_per_s: float
+
+
+class RouterFacts(msgspec.Struct, frozen=True):
+    """`move_activations`: moving an activation between servers costs its bytes."""
+
+    shape: ModelShape
+    groups: tuple[int, ...]
+    servers: dict[ServerName, ServerFacts]
+    move_activations: bool
