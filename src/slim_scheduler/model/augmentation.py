@@ -63,7 +63,8 @@ def random_colour(images: Tensor, strength: float, generator: Generator) -> Tens
     grey = images.mean(dim=1, keepdim=True)
     images = grey + (images - grey) * (1 + saturation)
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
-    return mean + (images - mean) * (1 + contrast) + brightness
+    tinted: Tensor = mean + (images - mean) * (1 + contrast) + brightness
+    return tinted
 
 
 def trivial_augment(images: Tensor, generator: Generator) -> Tensor:

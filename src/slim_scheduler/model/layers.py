@@ -24,7 +24,8 @@ class SlimConv2d(nn.Module):
 
     def sliced(self, in_channels: int, out_channels: int) -> Tensor:
         """Standardised weight for these channels, (out, in, kernel, kernel)."""
-        return standardize(self.weight[:out_channels, :in_channels])
+        weight = standardize(self.weight[:out_channels, :in_channels])
+        return weight.contiguous(memory_format=torch.channels_last)  # the layout decides the kernel, thus the last bit
 
 
 class SlimGroupNorm(nn.Module):

@@ -90,20 +90,22 @@ class ResNetSlice:
 def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """One segment with given weights. (batch, channels, height, width) -> its output, or logits after the last."""
     x = x.contiguous(memory_format=torch.channels_last)
-    group = arch.channels_per_group
 
-    def conv_norm(name: str, x: Tensor, stride: int) -> Tensor:
-        x = convolve(x, weights[name], stride)
-        return group_norm(x, weights[f"{name}.scale"], weights[f"{name}.shift"], group)
+    def norm(name: str, x: Tensor) -> Tensor:
+        return group_norm(x, weights[f"{name}.scale"], weights[f"{name}.shift"], arch.channels_per_group)
 
     if segment == 0:
-        x = activate(conv_norm("stem", x, 1))
+        x = convolve(x, weights["stem"], 1)
+        x = activate(norm("stem", x))
     for block in range(arch.blocks[segment]):
         stride = arch.strides[segment] if block == 0 else 1
         shortcut = weights.get(f"block{block}.shortcut")
         beside = x if shortcut is None else convolve(x, shortcut, stride)
-        x = activate(conv_norm(f"block{block}.conv1", x, stride))
-        x = conv_norm(f"block{block}.conv2", x, 1)
+        # One statement per layer: a layer's input is free before the next but one is computed (`workspace_bytes`).
+        x = convolve(x, weights[f"block{block}.conv1"], stride)
+        x = activate(norm(f"block{block}.conv1", x))
+        x = convolve(x, weights[f"block{block}.conv2"], 1)
+        x = norm(f"block{block}.conv2", x)
         x = activate(x + beside if torch.is_grad_enabled() else x.add_(beside))
     if segment == arch.segments - 1:
         features = x.mean(dim=(2, 3))  # (batch, channels)
@@ -114,6 +116,5 @@ def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
 
 
 def _deployed(weight: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy of its own, in the layout the convolutions run in."""
-    layout = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
-    return weight.to(device, copy=True).clone(memory_format=layout)
+    """A copy of its own, dense, with the strides it had: other strides may choose another kernel."""
+    return weight.to(device, copy=True)

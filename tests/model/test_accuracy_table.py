@@ -1,0 +1,60 @@
+"""The accuracy table answers for every tuple and every prefix, and refuses what is no table."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
+from slim_scheduler.core.errors import DataError
+
+
+def table(tuples=None):
+    tuples = tuples or list(itertools.product((0.5, 1.0), repeat=2))
+    columns = {widths: np.arange(10) < 10 * sum(widths) / 2 for widths in tuples}
+    return AccuracyTable(columns, split="test", data="made up", weights_sha256="ab")
+
+
+def test_top1_is_the_share_of_right_items():
+    assert table().top1((0.5, 0.5)) == 0.5
+    assert table().correct((0.5, 1.0)).sum() == 8
+    assert table().items == 10
+
+
+def test_the_prior_of_a_prefix_is_the_mean_over_its_completions():
+    assert table().prior((0.5,)) == pytest.approx((0.5 + 0.8) / 2)
+    assert table().prior((1.0, 1.0)) == 1.0
+    assert table().prior(()) == pytest.approx((0.5 + 0.8 + 0.8 + 1.0) / 4)
+
+
+def test_a_missing_tuple_is_answered_by_its_nearest_neighbour():
+    some = table([(0.5, 0.5), (1.0, 1.0)])
+    assert some.top1((0.5, 0.75)) == some.top1((0.5, 0.5))
+    assert some.top1((1.0, 0.8)) == some.top1((1.0, 1.0))
+    assert some.prior((1.0,)) == pytest.approx((0.5 + 1.0) / 2)  # (1, 0.5) is as near to both: the narrower
+
+
+def test_a_written_table_comes_back(tmp_path):
+    table().write(tmp_path / "accuracy.parquet")
+    again = AccuracyTable.load(tmp_path)
+    assert (again.split, again.data, again.weights_sha256) == ("test", "made up", "ab")
+    assert again.tuples == table().tuples
+    assert all(np.array_equal(again.correct(t), table().correct(t)) for t in again.tuples)
+    assert again.percentages()[tuple_name((0.5, 1.0))] == 80.0
+
+
+def test_five_thousand_items_of_256_tuples_stay_small(tmp_path):
+    generator = np.random.default_rng(0)
+    columns = {t: generator.random(5000) < 0.7 for t in itertools.product((0.25, 0.5, 0.75, 1.0), repeat=4)}
+    AccuracyTable(columns, split="test", data="random").write(tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 300_000
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is missing; run `slim accuracy"):
+        AccuracyTable.load(tmp_path)
+    (tmp_path / "accuracy.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="is no accuracy table"):
+        AccuracyTable.load(tmp_path)
+    with pytest.raises(DataError, match="3 widths, the network 2 segments"):
+        table().top1((0.5, 0.5, 0.5))

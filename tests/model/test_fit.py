@@ -1,0 +1,167 @@
+"""Training learns, takes other data and other networks, and an interruption changes nothing."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import CheckpointError, InputError
+from slim_scheduler.model import checkpoint
+from slim_scheduler.model.accuracy import measure_accuracy, measure_folder
+from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.data import load_data
+from slim_scheduler.model.fit import fit, schedule
+from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
+from tests.model.test_data import write_classes
+
+TINY = Preset(
+    name="tiny",
+    architecture=Architecture(
+        item_shape=(1, 8, 8),
+        classes=10,
+        channels=(8, 16),
+        blocks=(1, 1),
+        strides=(2, 2),
+        widths=(0.5, 1.0),
+        stem_channels=8,
+        channels_per_group=4,
+    ),
+    recipe=Recipe(
+        epochs=3,
+        batch=64,
+        muon_lr=0.05,
+        crop=0.125,
+        cutout=0.2,
+        trivial_augment=True,
+        ema_decay=0.9,
+        sizes=((0.0, 6), (0.5, 8)),
+        held_out=0.2,
+    ),
+)
+
+
+class Interruption(Exception):
+    """What the test stops a run with, in place of Ctrl-C."""
+
+
+def weights(folder):
+    return (folder / "weights.safetensors").read_bytes()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    fit(TINY, "digits", tmp_path / "whole")
+    for stop_at in (5, 23):
+
+        def stop(state, stop_at=stop_at):
+            if state.step == stop_at:
+                raise Interruption
+
+        with pytest.raises(Interruption):
+            fit(TINY, "digits", tmp_path / "parts", progress=stop)
+        assert not (tmp_path / "parts" / "manifest.json").exists()
+    fit(TINY, "digits", tmp_path / "parts")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_another_seed_gives_another_network_and_the_same_seed_the_same(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        fit(TINY, "digits", tmp_path / name, seed=seed, epochs=1)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
+
+
+def test_a_state_of_another_run_is_not_continued(tmp_path):
+    fit(TINY, "digits", tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match="belongs to the run tiny-seed0-.* choose another --out"):
+        fit(TINY, "digits", tmp_path, epochs=1, seed=5)
+
+
+def test_a_damaged_state_says_so(tmp_path):
+    fit(TINY, "digits", tmp_path, epochs=1)
+    path = tmp_path / ".training" / "training.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="no usable training state"):
+        fit(TINY, "digits", tmp_path, epochs=1)
+
+
+def test_a_run_by_the_clock_ends_in_time_with_a_finished_schedule(tmp_path):
+    seen = []
+    result = fit(TINY, "digits", tmp_path, minutes=0.02, progress=seen.append)
+    assert seen[-1].share == 1.0
+    assert 1.2 <= result.seconds < 5.0
+    assert checkpoint.load(tmp_path).classes == 10
+
+
+def test_class_folders_train_a_network_of_another_size_and_number_of_segments(tmp_path):
+    data = write_classes(tmp_path / "shades", classes=("dark", "light", "white"), images=20)
+    preset = Preset(
+        name="shades",
+        architecture=Architecture(
+            item_shape=(3, 12, 12),
+            classes=3,
+            channels=(8, 8, 16),
+            blocks=(1, 1, 1),
+            strides=(1, 2, 2),
+            widths=(0.5, 1.0),
+            stem_channels=8,
+            channels_per_group=4,
+        ),
+        recipe=Recipe(epochs=40, batch=8, sgd_lr=0.1, held_out=0.1),
+    )
+    fit(preset, data, tmp_path / "model")
+    tables = measure_folder(tmp_path / "model", data)
+    assert len(tables["test"].tuples) == 8
+    assert min(tables["test"].top1(widths) for widths in tables["test"].tuples) == 1.0
+
+
+def test_the_table_says_what_the_network_answers(tmp_path):
+    fit(TINY, "digits", tmp_path, epochs=1)
+    tables = measure_folder(tmp_path, "digits")
+    model, manifest, data = checkpoint.load(tmp_path), checkpoint.load_manifest(tmp_path), load_data("digits")
+    x = (torch.from_numpy(data.test.pixels) / 255 - manifest.mean[0]) / manifest.std[0]
+    for widths in ((0.5, 0.5), (1.0, 0.5)):
+        right = (model(x, widths).argmax(dim=1).numpy() == data.test.labels).tolist()
+        assert np.mean(AccuracyTable.load(tmp_path).correct(widths) == right) > 0.995
+    assert tables["held-out"].items == AccuracyTable.load(tmp_path / "accuracy_heldout.parquet").items
+    assert manifest.accuracy["test"]["0.5,1"] == pytest.approx(tables["test"].top1((0.5, 1.0)), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda out: fit("cifar", "digits", out), "preset cifar does not exist; nearest: cifar100"),
+        (lambda out: fit("digits", "digits", out, epochs=0), "epochs 0 must be at least 1"),
+        (lambda out: fit("digits", "digits", out, minutes=-1), "minutes -1 must be more than 0"),
+        (lambda out: fit("cifar100", "digits", out), "images of 1x8x8, the network takes 3x32x32"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, call, message):
+    with pytest.raises(InputError, match=message):
+        call(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_learning_rate_warms_up_and_ends_at_zero():
+    recipe = Recipe(warmup=0.1)
+    factors = [schedule(share, recipe) for share in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    assert factors == pytest.approx([0.01, 0.505, 1.0, 0.5, 0.0], abs=0.01)
+
+
+def test_presets_travel_through_json():
+    for name, preset in PRESETS.items():
+        assert msgspec.json.decode(msgspec.json.encode(preset), type=Preset) == preset_named(name)
+
+
+def test_the_shipped_digits_network_keeps_its_promise():
+    """At least 97 % at width 1.00 and 95 % at 0.25 on the held-out third, and the shipped table says the truth."""
+    folder = "models/digits"
+    model, manifest, data = checkpoint.load(folder), checkpoint.load_manifest(folder), load_data("digits")
+    right = measure_accuracy(model, data.test, manifest.mean, manifest.std)
+    shipped = AccuracyTable.load(folder)
+    assert shipped.split == "test"
+    assert shipped.weights_sha256 == manifest.weights_sha256
+    assert right[(1.0,) * 4].mean() >= 0.97
+    assert right[(0.25,) * 4].mean() >= 0.95
+    for widths, answers in right.items():
+        assert np.mean(answers == shipped.correct(widths)) > 0.99
+        assert shipped.top1(widths) >= shipped.top1((0.25,) * 4) - 0.02
