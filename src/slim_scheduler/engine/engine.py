@@ -1,0 +1,342 @@
+"""`SlimEngine`: the live system in one process, for Python programs, the front end and the live benchmark.
+
+It turns arrays into requests and replies into results, starts and drains the host, and bounds nothing itself: what is
+refused, and why, is the dispatcher's decision. One engine belongs to one event loop.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slim_scheduler.config import Config, NetworkConfig, load_config
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError, DataError, InputError, ProfileError, SlimError
+from slim_scheduler.core.messages import Reply, RequestArrived, RequestCancelled
+from slim_scheduler.core.profile import Profile
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.telemetry import ServerView
+from slim_scheduler.core.types import (
+    Bytes,
+    Constraints,
+    ItemId,
+    ItemOutcome,
+    Outcome,
+    Request,
+    RequestId,
+    Seconds,
+    ServerName,
+    WidthTuple,
+)
+from slim_scheduler.engine.clock import MonotonicClock
+from slim_scheduler.engine.device import Device, open_device
+from slim_scheduler.engine.executor import Executor, Job
+from slim_scheduler.engine.host import DISPATCHER, Host, NoRecorder, StepRecorder
+from slim_scheduler.engine.inputs import Normalization, as_batch, check_constraints
+from slim_scheduler.engine.live_server import LiveServer
+from slim_scheduler.engine.probe import open_probe
+from slim_scheduler.engine.router_timer import TimedRouter
+from slim_scheduler.machines import build_dispatcher, build_router, build_server, load_profiles, load_shape
+from slim_scheduler.model import checkpoint
+from slim_scheduler.model.protocol import SlimmableModel
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResult:
+    """The one answer to a request. `logits` is float32 (n, classes) where `outcome` is answered, else None."""
+
+    logits: npt.NDArray[np.float32] | None
+    outcome: Outcome
+    items: tuple[ItemOutcome, ...] = ()
+    reason: str = ""
+    retry_after: Seconds | None = None
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request whose caller waits."""
+
+    items: range
+    future: "asyncio.Future[InferenceResult]"
+
+
+class SlimEngine:
+    """Serves one network on the servers of a configuration. `async with SlimEngine.from_config(path) as engine: ...`"""
+
+    def __init__(
+        self,
+        config: Config,
+        model: SlimmableModel,
+        shape: ModelShape,
+        *,
+        router: str | None = None,
+        seed: int = 0,
+        profiles: dict[ServerName, Profile] | None = None,
+        accuracy: AccuracyTable | None = None,
+        normalization: Normalization | None = None,
+        recorder: StepRecorder | None = None,
+        devices: dict[ServerName, Device] | None = None,
+    ) -> None:
+        self.config = live_config(config)
+        self.shape = shape
+        self.seed = seed
+        self.profiles = profiles
+        self.router_name = router or config.router.name
+        self._normalization = normalization or Normalization.none(shape)
+        chosen = build_router(self.router_name, self.config, shape, profiles)
+        timed = TimedRouter(chosen, self.config.router.slow_ms / 1e3)
+        dispatcher = build_dispatcher(
+            self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
+        )
+        servers = {
+            name: self._live_server(name, model, (devices or {}).get(name))
+            for name in (server.name for server in config.servers)
+        }
+        self._host = Host(dispatcher, timed, servers, recorder or NoRecorder(), MonotonicClock(), self._answer)
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._next_item: ItemId = 0
+        self._next_request: RequestId = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sampler: asyncio.TimerHandle | None = None
+        self._stopping = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config | str | Path,
+        router: str | None = None,
+        seed: int = 0,
+        recorder: StepRecorder | None = None,
+    ) -> "SlimEngine":
+        """Loads the model that the configuration names. Raises InputError's kinds for what cannot be used."""
+        if not isinstance(config, Config):
+            config = load_config(Path(config))
+        shape = load_shape(config)
+        manifest = checkpoint.load_manifest(config.model.path)
+        return cls(
+            config,
+            checkpoint.load(config.model.path),
+            shape,
+            router=router,
+            seed=seed,
+            profiles=_profiles(config, shape),
+            accuracy=_accuracy(config),
+            normalization=Normalization(manifest.mean, manifest.std),
+            recorder=recorder,
+        )
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Starts threads, timers and telemetry on the running loop."""
+        if self._loop is not None:
+            raise SlimError("this engine was started before; make a new one with SlimEngine.from_config")
+        self._loop = asyncio.get_running_loop()
+        self._host.start()
+        self._sample_later(self._loop.time())
+
+    async def stop(self, grace_s: Seconds = 10.0) -> None:
+        """Refuses new requests, waits up to `grace_s` for those in flight, cancels the rest, frees the devices."""
+        if self._stopping or self._loop is None:
+            return
+        self._stopping = True
+        futures = [waiting.future for waiting in self._waiting.values()]
+        if futures and grace_s > 0:
+            await asyncio.wait(futures, timeout=grace_s)
+        for request_id in list(self._waiting):
+            self._host.tell_dispatcher(RequestCancelled(request_id))
+        if self._sampler is not None:
+            self._sampler.cancel()
+        await self._host.stop()
+
+    async def __aenter__(self) -> "SlimEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(grace_s=10.0 if error is None else 0.0)
+
+    # ---- requests
+
+    async def infer(
+        self,
+        items: npt.NDArray[Any],
+        *,
+        deadline_s: Seconds | None = None,
+        priority: int = 0,
+        widths: Sequence[float] | None = None,
+        accuracy_floor: float | None = None,
+    ) -> InferenceResult:
+        """Answers (n, channels, height, width), float32 (normalised) or uint8 (raw pixels), with logits (n, classes).
+
+        Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
+        be served. Cancelling the awaiting task cancels the request.
+        """
+        return await self.submit(
+            items, deadline_s=deadline_s, priority=priority, widths=widths, accuracy_floor=accuracy_floor
+        )
+
+    def submit(
+        self,
+        items: npt.NDArray[Any],
+        *,
+        deadline_s: Seconds | None = None,
+        priority: int = 0,
+        widths: Sequence[float] | None = None,
+        accuracy_floor: float | None = None,
+        arrival: Seconds | None = None,
+    ) -> "asyncio.Future[InferenceResult]":
+        """`infer` without waiting; cancel the future to cancel the request.
+
+        `arrival` is the intended arrival on the engine's clock (`now`), which latency and deadline count from.
+        """
+        if self._loop is None:
+            raise SlimError("the engine is not running; await engine.start() first")
+        exact: WidthTuple | None = check_constraints(self.shape, widths, accuracy_floor, deadline_s, priority)
+        batch = as_batch(items, self.shape, self._normalization)
+        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        if self._stopping:
+            future.set_result(InferenceResult(None, Outcome.REJECTED, reason="the engine is stopping"))
+            return future
+        now = self.now() if arrival is None else arrival
+        request_id = self._next_request
+        ids = range(self._next_item, self._next_item + len(batch))
+        self._next_request += 1
+        self._next_item = ids.stop
+        constraints = None if exact is None and accuracy_floor is None else Constraints(exact, accuracy_floor)
+        deadline = None if deadline_s is None else now + deadline_s
+        self._waiting[request_id] = Waiting(ids, future)
+        self._host.ledger.add(request_id, ids, batch)
+        self._host.tell_dispatcher(
+            RequestArrived(Request(request_id, tuple(ids), now, deadline, priority, constraints))
+        )
+        if not future.done():
+            future.add_done_callback(lambda done: self._cancelled(request_id) if done.cancelled() else None)
+        return future
+
+    def _cancelled(self, request_id: RequestId) -> None:
+        if request_id in self._waiting:
+            self._host.tell_dispatcher(RequestCancelled(request_id))
+
+    def _answer(self, reply: Reply) -> None:
+        waiting = self._waiting.pop(reply.request_id)
+        result = InferenceResult(None, reply.outcome, reply.items, reply.reason, reply.retry_after)
+        if reply.outcome is Outcome.ANSWERED:
+            logits = np.empty((len(waiting.items), self.shape.classes), np.float32)
+            for position, item in enumerate(waiting.items):
+                row = self.logits(item)
+                assert row is not None, f"item {item} of request {reply.request_id} was answered without a result"
+                logits[position] = row
+            result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after)
+        self._host.ledger.forget(waiting.items)
+        if not waiting.future.done():
+            waiting.future.set_result(result)
+
+    # ---- what programs and pages may read
+
+    def now(self) -> Seconds:
+        """The engine's clock: seconds since `start`."""
+        return self._host.clock.now()
+
+    def logits(self, item: ItemId) -> npt.NDArray[np.float32] | None:
+        """The answer of an item that is about to be replied to, (classes,); None before and after."""
+        output = self._host.ledger.result(item, self.shape.segments - 1)
+        return None if output is None else output.numpy()
+
+    @property
+    def running(self) -> bool:
+        return self._loop is not None and not self._stopping
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Received, answered, rejected, expired, cancelled, failed and in flight, of items and of requests."""
+        return self._host.dispatcher.counts
+
+    @property
+    def fifo_length(self) -> int:
+        return self._host.dispatcher.fifo_length
+
+    @property
+    def servers(self) -> dict[ServerName, ServerView]:
+        """What the dispatcher knows of each server: credit, and its last report."""
+        return self._host.dispatcher.servers
+
+    @property
+    def memory_used(self) -> dict[ServerName, Bytes]:
+        """Bytes that each server's instances and running batches really take."""
+        return {name: server.memory_used for name, server in self._host.servers.items()}
+
+    @property
+    def decision_us(self) -> dict[str, float] | None:
+        """Mean and 99th percentile of the router's time per decision, microseconds."""
+        return self._host.router.decision_us()
+
+    # ---- inside
+
+    def _live_server(self, name: ServerName, model: SlimmableModel, device: Device | None) -> LiveServer:
+        server = next(server for server in self.config.servers if server.name == name)
+        scheduler = build_server(self.config, name, self.shape)
+        device = device or open_device(
+            server.device,
+            model,
+            self.shape,
+            threads=server.threads,
+            max_batch=server.max_batch,
+            memory_limit=int(server.vram_budget_gib * 2**30),
+        )
+        executor = Executor(name, device, server.concurrency, server.slowdown, self._finished)
+        profile = (self.profiles or {}).get(name)
+        power = profile.power if profile is not None and profile.power_source != "none" else None
+        alone = sum(other.device == "cpu" for other in self.config.servers) == 1
+        probe = open_probe(server.device, power, alone)
+        return LiveServer(scheduler, executor, probe, server.credit, self.shape.segments - 1)
+
+    def _finished(self, name: ServerName, job: Job) -> None:
+        self._host.finished(name, job)
+
+    def _sample_later(self, last: Seconds) -> None:
+        assert self._loop is not None
+        at = max(last + self.config.telemetry.period_s, self._loop.time())
+        self._sampler = self._loop.call_at(at, self._sample, at)
+
+    def _sample(self, at: Seconds) -> None:
+        if not self._stopping or self._waiting:
+            self._sample_later(at)
+        self._host.sample()
+
+
+def live_config(config: Config) -> Config:
+    """The configuration without what only a simulation has: links and faults.
+
+    In one process, moving an activation costs something only between devices that are not the same.
+    """
+    if any(server.name == DISPATCHER for server in config.servers):
+        raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
+    moves = len({server.device for server in config.servers}) > 1
+    return msgspec.structs.replace(config, network=NetworkConfig(activations=moves), faults=())
+
+
+def _profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:
+    """Profiles where every server has one. Routers that need them say so themselves; the others do without."""
+    try:
+        return load_profiles(config, shape)
+    except ProfileError:
+        return None
+
+
+def _accuracy(config: Config) -> AccuracyTable | None:
+    try:
+        return AccuracyTable.load(config.model.path)
+    except DataError:
+        return None  # requests with an accuracy floor are then refused, with that reason
+
+
+__all__ = ["InferenceResult", "InputError", "SlimEngine"]

@@ -1,0 +1,145 @@
+"""The execution threads of one server: batches on `concurrency` threads, loads and unloads on one more.
+
+The event loop hands jobs in and gets each back, finished, by a call on the loop. Threads share nothing with the loop
+but the job. Errors become part of the job: an execution thread never dies.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from slim_scheduler.core.errors import OutOfMemoryError
+from slim_scheduler.core.messages import LoadInstance
+from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
+from slim_scheduler.engine.device import Device, Rows
+from slim_scheduler.model.protocol import SegmentSlice
+
+
+@dataclass(slots=True)
+class BatchJob:
+    """`tasks` are those of the batch whose answer somebody waits for; row i of `output` is tasks[i]'s.
+
+    `seconds` is what the device took, with the slowdown; `to_host` brings the output into host memory.
+    """
+
+    batch: Batch
+    tasks: list[Task]
+    rows: Rows
+    to_host: bool
+    output: Tensor | None = None
+    seconds: Seconds = 0.0
+    error: Exception | None = None
+
+    @property
+    def out_of_memory(self) -> bool:
+        return isinstance(self.error, OutOfMemoryError)
+
+
+@dataclass(slots=True)
+class LoadJob:
+    load: LoadInstance
+    seconds: Seconds = 0.0
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class UnloadJob:
+    instance: InstanceId
+    error: Exception | None = None
+
+
+Job = BatchJob | LoadJob | UnloadJob
+
+
+class Executor:
+    """Runs one server's jobs. `finished(name, job)` is called on the event loop, once per job."""
+
+    def __init__(
+        self,
+        name: ServerName,
+        device: Device,
+        concurrency: int,
+        slowdown: float,
+        finished: Callable[[ServerName, Job], None],
+    ) -> None:
+        self.name = name
+        self.device = device
+        self._concurrency = concurrency
+        self._slowdown = slowdown
+        self._finished = finished
+        self._batches: SimpleQueue[Job | None] = SimpleQueue()
+        self._moves: SimpleQueue[Job | None] = SimpleQueue()
+        self._instances: dict[InstanceId, SegmentSlice] = {}
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def instances(self) -> int:
+        return len(self._instances)
+
+    def start(self) -> None:
+        """Starts the threads; they report to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        queues = [self._batches] * self._concurrency + [self._moves]
+        for i, queue in enumerate(queues):
+            thread = threading.Thread(target=self._serve, args=(queue,), name=f"slim-{self.name}-{i}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, job: Job) -> None:
+        (self._batches if isinstance(job, BatchJob) else self._moves).put(job)
+
+    async def stop(self) -> None:
+        """Lets running jobs end, drops waiting ones, frees every instance."""
+        self._stopping.set()
+        for _ in range(self._concurrency):
+            self._batches.put(None)
+        self._moves.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._threads.clear()
+        self._instances.clear()
+        self.device.close()
+
+    def _serve(self, queue: "SimpleQueue[Job | None]") -> None:
+        with self.device.thread():
+            while (job := queue.get()) is not None:
+                if not self._stopping.is_set():
+                    self._do(job)
+                    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                        assert self._loop is not None
+                        self._loop.call_soon_threadsafe(self._finished, self.name, job)
+                del job  # an idle thread must not keep a batch's tensors alive
+
+    def _do(self, job: Job) -> None:
+        try:
+            match job:
+                case BatchJob():
+                    self._run(job)
+                case LoadJob():
+                    begin = time.perf_counter()
+                    self._instances[job.load.instance] = self.device.load(job.load.segment, job.load.width)
+                    job.seconds = time.perf_counter() - begin
+                case UnloadJob():
+                    self.device.unload(self._instances.pop(job.instance))
+        except Exception as error:
+            job.error = error.with_traceback(None)  # a traceback would keep the batch's tensors alive
+
+    def _run(self, job: BatchJob) -> None:
+        begin = time.perf_counter()
+        if job.tasks:
+            output = self.device.run(self._instances[job.batch.instance], job.rows, job.batch.previous_width)
+            job.output = self.device.to_host(output) if job.to_host else output
+        job.rows = ()
+        job.seconds = time.perf_counter() - begin
+        if self._slowdown > 1.0:
+            # This server is to be `slowdown` times as slow: it stays busy without using the CPU.
+            self._stopping.wait((self._slowdown - 1.0) * job.seconds)
+            job.seconds *= self._slowdown

@@ -1,0 +1,75 @@
+"""From what a caller hands in to what the engine runs: shapes, types and limits checked before memory is taken."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Seconds, WidthTuple
+
+
+class Normalization(NamedTuple):
+    """Per channel: what raw pixels, scaled to [0, 1], are centred and divided by. From the model's manifest."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def none(cls, shape: ModelShape) -> "Normalization":
+        return cls((0.0,) * shape.item_shape[0], (1.0,) * shape.item_shape[0])
+
+    def apply(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """uint8 (batch, channels, ...) -> float32, normalised."""
+        per_channel = (1, -1, *(1,) * (pixels.ndim - 2))
+        scale = np.reshape(1 / (255 * np.array(self.std, np.float32)), per_channel)
+        shift = np.reshape(np.array(self.mean, np.float32) / np.array(self.std, np.float32), per_channel)
+        return pixels * scale.astype(np.float32) - shift
+
+
+def as_batch(items: npt.NDArray[Any], shape: ModelShape, normalization: Normalization) -> Tensor:
+    """A float32 tensor of its own, (n, *item_shape). Raises InputError for another shape or type."""
+    if not isinstance(items, np.ndarray):
+        raise InputError(f"items are a {type(items).__name__}; give a numpy array, (n, {_by(shape.item_shape)})")
+    if items.ndim != len(shape.item_shape) + 1 or items.shape[1:] != shape.item_shape or not len(items):
+        raise InputError(
+            f"items have shape ({_by(items.shape)}); {shape.name} takes (n, {_by(shape.item_shape)}) with n of at least 1"
+        )
+    if items.dtype == np.uint8:
+        return torch.from_numpy(normalization.apply(items))
+    if items.dtype == np.float32:
+        return torch.from_numpy(np.array(items, order="C"))  # a copy: the caller may reuse its array
+    raise InputError(f"items are {items.dtype}; give float32 (normalised) or uint8 (raw pixels)")
+
+
+def check_constraints(
+    shape: ModelShape,
+    widths: Sequence[float] | None,
+    accuracy_floor: float | None,
+    deadline_s: Seconds | None,
+    priority: int,
+) -> WidthTuple | None:
+    """The fixed widths as a tuple. Raises InputError for what can never be met."""
+    if accuracy_floor is not None and not 0 <= accuracy_floor <= 1:
+        raise InputError(f"accuracy_floor is {accuracy_floor}; it must be from 0 to 1")
+    if deadline_s is not None and math.isnan(deadline_s):
+        raise InputError("deadline_s is not a number; give seconds from now, or None")
+    if not isinstance(priority, int) or priority < 0:
+        raise InputError(f"priority is {priority}; it must be a whole number from 0 (most urgent)")
+    if widths is None:
+        return None
+    exact = tuple(float(width) for width in widths)
+    if len(exact) != shape.segments:
+        raise InputError(f"{len(exact)} widths are given; {shape.name} has {shape.segments} segments")
+    for width in exact:
+        shape.index(width)
+    return exact
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return ", ".join(str(size) for size in shape)

@@ -1,0 +1,85 @@
+"""One live server: its pure scheduler, and the device side that performs the scheduler's commands.
+
+It turns commands into jobs for the execution threads, and finished jobs into the scheduler's events. It decides
+nothing and runs on the event loop.
+"""
+
+from slim_scheduler.core.messages import (
+    BatchDone,
+    BatchFailed,
+    DeviceSampled,
+    InstanceFailed,
+    InstanceReady,
+    InstanceUnloaded,
+    LoadInstance,
+    ServerEvent,
+    StartBatch,
+    UnloadInstance,
+)
+from slim_scheduler.core.server.scheduler import ServerScheduler
+from slim_scheduler.core.types import Bytes, Joules, Seconds
+from slim_scheduler.engine.activations import Ledger
+from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
+from slim_scheduler.engine.probe import BusyMeter, Probe
+
+
+class LiveServer:
+    """`credit` is what the dispatcher may have outstanding here; `last_segment` is where outputs become answers."""
+
+    def __init__(
+        self, scheduler: ServerScheduler, executor: Executor, probe: Probe, credit: int, last_segment: int
+    ) -> None:
+        self.name = scheduler.name
+        self.scheduler = scheduler
+        self.executor = executor
+        self.credit = credit
+        self._probe = probe
+        self._meter = BusyMeter()
+        self._last_segment = last_segment
+
+    @property
+    def memory_used(self) -> Bytes:
+        """Bytes its instances and running batches really take."""
+        return self.executor.device.memory_used
+
+    def start_batch(self, command: StartBatch, ledger: Ledger, now: Seconds) -> None:
+        batch = command.batch
+        tasks, rows = ledger.inputs(batch.tasks)
+        self._meter.started(now)
+        self.executor.submit(BatchJob(batch, tasks, rows, to_host=batch.segment == self._last_segment))
+
+    def load(self, command: LoadInstance) -> None:
+        self.executor.submit(LoadJob(command))
+
+    def unload(self, command: UnloadInstance) -> None:
+        self.executor.submit(UnloadJob(command.instance))
+
+    def sample(self, now: Seconds) -> DeviceSampled:
+        return self._probe.sample(now, self._meter.fraction(now))
+
+    def finished(self, job: Job, ledger: Ledger, now: Seconds) -> ServerEvent:
+        """The event that a finished job is. A batch's output is stored first."""
+        match job:
+            case BatchJob():
+                energy = self._energy(job)
+                self._meter.finished(now)
+                if job.error is not None:
+                    return BatchFailed(job.batch.batch_id, reason(job.error), job.out_of_memory)
+                if job.output is not None:
+                    ledger.store(job.tasks, job.output)
+                return BatchDone(job.batch.batch_id, energy)
+            case LoadJob():
+                if job.error is not None:
+                    return InstanceFailed(job.load.instance, reason(job.error))
+                return InstanceReady(job.load.instance)
+            case UnloadJob():
+                return InstanceUnloaded(job.instance)
+
+    def _energy(self, job: BatchJob) -> Joules | None:
+        """The batch's share of the device's power while it ran: split evenly among concurrent batches."""
+        power = self._probe.running_power
+        return None if power is None else power * job.seconds / self._meter.running
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
