@@ -125,7 +125,7 @@ def test_unreadable_traces_are_trace_errors(tmp_path) -> None:
 def test_impossible_shapes_of_load_are_configuration_errors() -> None:
     with pytest.raises(ConfigError, match="burst_s is 5; it must be below burst_every_s"):
         generate(WorkloadConfig(kind="bursty", burst_s=5.0, burst_every_s=5.0), 0, 1)
-    with pytest.raises(ConfigError, match="day_swing is 1.5"):
+    with pytest.raises(ConfigError, match=r"day_swing is 1\.5"):
         generate(WorkloadConfig(kind="diurnal", day_swing=1.5), 0, 1)
     with pytest.raises(ConfigError, match="0 samples"):
         generate(WorkloadConfig(), 0, 0)

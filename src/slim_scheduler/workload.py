@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.random import Generator, SeedSequence, default_rng
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from slim_scheduler.config import WorkloadConfig
 from slim_scheduler.core.errors import ConfigError, TraceError
 from slim_scheduler.core.types import Seconds
-
-# This part's place among the children spawned from a run's seed; other parts take other places.
-WORKLOAD_STREAM = 10
+from slim_scheduler.machines import run_rng
 
 Times = NDArray[np.float64]  # (requests,) or (points,), ascending, seconds from the start of the run
 
@@ -46,7 +44,7 @@ def generate(workload: WorkloadConfig, seed: int, n_samples: int) -> Arrivals:
     """
     if n_samples < 1:
         raise ConfigError(f"the data set has {n_samples} samples; a workload needs at least 1")
-    points, order = (default_rng(child) for child in SeedSequence(seed, spawn_key=(WORKLOAD_STREAM,)).spawn(2))
+    points, order = run_rng(seed, "workload").spawn(2)
     times = _KINDS[workload.kind](workload, points)
     times = times[times < workload.duration_s]
     sizes = np.full(len(times), workload.items_per_request, np.int64)

@@ -1,0 +1,95 @@
+"""What goes wrong in a simulated run, and when: the configured faults as a timeline, and what happens to messages.
+
+A crash loses the server's queue, batches, instances and activations; a hang keeps them and answers late. The host
+carries the timeline out. All chance comes from the generator handed in.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from numpy.random import Generator
+
+from slim_scheduler.config import FaultConfig
+from slim_scheduler.core.types import Seconds, ServerName
+
+LATEST_DELIVERY: Seconds = 1.0  # a delayed or doubled message comes up to so much later; beyond the heartbeat's 0.8 s
+MESSAGE_FAULTS = ("drop-messages", "duplicate-messages", "delay-messages")
+_KINDS: tuple[Literal["crash", "hang", "slow", "drop-messages", "duplicate-messages", "delay-messages"], ...] = (
+    "crash",
+    "hang",
+    "slow",
+    "drop-messages",
+    "duplicate-messages",
+    "delay-messages",
+)
+
+
+class FaultChange(NamedTuple):
+    """A fault begins, or ends after its duration."""
+
+    at: Seconds
+    begins: bool
+    fault: FaultConfig
+
+
+def timeline(faults: Iterable[FaultConfig]) -> list[FaultChange]:
+    """Beginnings and ends in the order of time; at equal times as configured."""
+    changes = []
+    for fault in faults:
+        changes.append(FaultChange(fault.at_s, True, fault))
+        if fault.duration_s is not None and fault.kind != "recover":
+            changes.append(FaultChange(fault.at_s + fault.duration_s, False, fault))
+    return sorted(changes, key=lambda change: change.at)
+
+
+class MessageFaults:
+    """The share of one server's messages, both ways, that is lost, doubled or late."""
+
+    def __init__(self, rng: Generator) -> None:
+        self._rng = rng
+        self._shares: dict[str, float] = {}
+
+    @property
+    def active(self) -> bool:
+        return bool(self._shares)
+
+    def begin(self, fault: FaultConfig) -> None:
+        self._shares[fault.kind] = fault.share
+
+    def end(self, kind: str) -> None:
+        self._shares.pop(kind, None)
+
+    def clear(self) -> None:
+        self._shares.clear()
+
+    def deliveries(self, arrival: Seconds) -> list[Seconds]:
+        """When the copies of a message that would arrive at `arrival` do so: none, one or two."""
+        if self._hit("drop-messages"):
+            return []
+        first = arrival + self._late() if self._hit("delay-messages") else arrival
+        return [first, arrival + self._late()] if self._hit("duplicate-messages") else [first]
+
+    def _hit(self, kind: str) -> bool:
+        share = self._shares.get(kind)
+        return share is not None and self._rng.random() < share
+
+    def _late(self) -> Seconds:
+        return float(self._rng.random()) * LATEST_DELIVERY
+
+
+def random_faults(rng: Generator, servers: Sequence[ServerName], duration: Seconds) -> tuple[FaultConfig, ...]:
+    """One to five faults of any kind on any server, all over by `duration`."""
+    faults = []
+    for _ in range(int(rng.integers(1, 6))):
+        begins = float(rng.uniform(0.0, 0.8 * duration))
+        faults.append(
+            FaultConfig(
+                server=servers[int(rng.integers(len(servers)))],
+                at_s=begins,
+                kind=_KINDS[int(rng.integers(len(_KINDS)))],
+                factor=float(rng.uniform(1.5, 8.0)),
+                share=float(rng.uniform(0.02, 0.5)),
+                duration_s=float(rng.uniform(0.01, duration - begins)),
+            )
+        )
+    return tuple(faults)

@@ -1,0 +1,361 @@
+"""The simulated host: the real Dispatcher and ServerSchedulers under one event heap, and everything between them.
+
+It delivers arrivals, carries messages over the network, samples devices, and makes the configured faults happen. It
+decides nothing: the same machines run live (rule 1). Same configuration and seed, same record, value for value.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from slim_scheduler.config import Config
+from slim_scheduler.core.messages import (
+    BatchReported,
+    BlockArrived,
+    CancelTasks,
+    DispatcherEvent,
+    Reply,
+    RequestArrived,
+    RequestCancelled,
+    SendBlock,
+    ServerJoined,
+    ServerReported,
+    TasksReturned,
+    TimerFired,
+    WakeAt,
+)
+from slim_scheduler.core.server.scheduler import ServerScheduler
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Block, Bytes, Joules, Request, RequestId, Seconds, ServerName
+from slim_scheduler.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
+from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, MESSAGE, SAMPLE, TIMER, Agenda
+from slim_scheduler.sim.device import Device
+from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, MessageFaults, timeline
+from slim_scheduler.sim.network import CONTROL_BYTES, LOGIT_BYTES, TASK_BYTES, TELEMETRY_BYTES, Network
+from slim_scheduler.sim.server import Condition, Observer, SimulatedServer, ToDispatcher
+from slim_scheduler.workload import Arrivals, generate
+
+DRAIN_FACTOR = 2.0  # a run that drains ends by so many times its duration
+STEPS_PER_PROGRESS = 1_000
+
+
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to. Everything else is in the record.
+
+    `counts` are the dispatcher's totals; `tasks` were run to the end, in `blocks` blocks; `energy_j` per server, from
+    time 0 to `ended_s`. Item i showed sample `arrivals.samples[i]`.
+    """
+
+    router: str
+    seed: int
+    arrivals: Arrivals
+    ended_s: Seconds
+    counts: dict[str, dict[str, int]]
+    tasks: int
+    blocks: int
+    steps: int
+    energy_j: dict[ServerName, Joules]
+
+
+def simulate(
+    config: Config,
+    router_name: str,
+    seed: int,
+    *,
+    recorder: Observer,
+    arrivals: Arrivals | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> SimulationResult:
+    """One simulated run of the configured workload (or of other `arrivals`) under one router.
+
+    `progress` is called now and then with the share of the run's time that has passed. Raises InputError.
+    """
+    return Simulation(config, router_name, seed, recorder=recorder, arrivals=arrivals).run(progress)
+
+
+class Simulation:
+    """A run that is stepped through event by event; `run` does all of it.
+
+    More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
+    """
+
+    def __init__(
+        self, config: Config, router_name: str, seed: int, *, recorder: Observer, arrivals: Arrivals | None = None
+    ) -> None:
+        shape = load_shape(config)
+        profiles = load_profiles(config, shape)
+        names = [server.name for server in config.servers]
+        self.agenda = Agenda()
+        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed)
+        self.arrivals = generate(config.workload, seed, 1) if arrivals is None else arrivals
+        self.done = False
+        self._config = config
+        self._shape = shape
+        self._router_name = router_name
+        self._seed = seed
+        self._observe = recorder.step
+        self._network = Network(config.network, names)
+        self._moves_cost = config.network.activations
+        self._deadline = config.workload.deadline_ms / 1e3 or None
+        self._duration = config.workload.duration_s
+        self._coming = len(self.arrivals.times)
+        self._open = 0
+        self._tasks = self._blocks = self._steps = 0
+        self._wakes: set[Seconds] = set()
+        self.servers: dict[ServerName, SimulatedServer] = {}
+        for knobs in config.servers:
+            device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown)
+            build = _builder(config, knobs.name, shape)
+            self.servers[knobs.name] = SimulatedServer(
+                knobs.name, device, build, self.agenda, recorder, self._from_server
+            )
+        self._perform: dict[type, Callable[[Any], None]] = {
+            SendBlock: self._send_block,
+            CancelTasks: self._send_cancel,
+            Reply: self._reply,
+            WakeAt: self._wake,
+        }
+        streams = run_rng(seed, "faults").spawn(len(names))
+        self._message_faults = {name: MessageFaults(rng) for name, rng in zip(names, streams, strict=True)}
+        self._any_message_fault = False
+        self._begin()
+
+    def _begin(self) -> None:
+        agenda = self.agenda
+        for server in self._config.servers:
+            agenda.at(0.0, FAULT, self._dispatch, ServerJoined(server.name, server.credit))
+            agenda.at(0.0, SAMPLE, self._sample, (server.name, 0))
+        for change in timeline(self._config.faults):
+            self.schedule(change)
+        self._next_arrival = zip(
+            range(len(self.arrivals.times)),
+            self.arrivals.times.tolist(),
+            self.arrivals.first_item.tolist(),
+            self.arrivals.sizes.tolist(),
+            strict=True,
+        )
+        self._await_arrival()
+        agenda.at(self._duration, END, self._close)
+
+    # ---- the loop
+
+    def step(self) -> None:
+        """Does exactly one event: delivers it to its machine and performs the commands that come back."""
+        self._steps += 1
+        self.agenda.step()
+
+    def run(self, progress: Callable[[float], None] | None = None) -> SimulationResult:
+        """Steps to the end of the run."""
+        agenda, step = self.agenda, self.agenda.step
+        while not self.done:
+            for _ in range(STEPS_PER_PROGRESS):
+                step()
+                self._steps += 1
+                if self.done:
+                    break
+            if progress is not None:
+                progress(min(1.0, agenda.now / self._duration))
+        return self.result()
+
+    def result(self) -> SimulationResult:
+        now = self.agenda.now
+        return SimulationResult(
+            router=self._router_name,
+            seed=self._seed,
+            arrivals=self.arrivals,
+            ended_s=now,
+            counts=self.dispatcher.counts,
+            tasks=self._tasks,
+            blocks=self._blocks,
+            steps=self._steps,
+            energy_j={name: server.device.energy(now) for name, server in self.servers.items()},
+        )
+
+    def _close(self, _: None) -> None:
+        """Arrivals are over. A run that drains goes on until everything has its outcome."""
+        if self._config.workload.end == "cut":
+            self._finish(None)
+        else:
+            self.agenda.at(DRAIN_FACTOR * self._duration, END, self._finish)
+            self._finish_if_drained()
+
+    def _finish_if_drained(self) -> None:
+        if not self._open and not self._coming and self.agenda.now >= self._duration:
+            self._finish(None)
+
+    def _finish(self, _: None) -> None:
+        """One last sample of every device, so that the record's energy reaches the end of the run."""
+        if not self.done:
+            self.done = True
+            for server in self.servers.values():
+                server.sample()
+
+    # ---- the dispatcher's side
+
+    def _dispatch(self, event: DispatcherEvent) -> None:
+        now = self.agenda.now
+        commands = self.dispatcher.handle(event, now)
+        self._observe("dispatcher", now, event, commands)
+        perform = self._perform
+        for command in commands:
+            action = perform.get(type(command))  # others only go into the record
+            if action is not None:
+                action(command)
+
+    def submit(self, request: Request) -> None:
+        """Puts a request of one's own on the agenda, at its arrival."""
+        self._coming += 1
+        self.agenda.at(request.arrival, ARRIVAL, self._arrive, RequestArrived(request))
+
+    def cancel(self, request_id: RequestId, at: Seconds) -> None:
+        self.agenda.at(at, ARRIVAL, self._dispatch, RequestCancelled(request_id))
+
+    def _await_arrival(self) -> None:
+        arrival = next(self._next_arrival, None)
+        if arrival is not None:
+            self.agenda.at(arrival[1], ARRIVAL, self._arrive_next, arrival)
+
+    def _arrive_next(self, arrival: tuple[int, Seconds, int, int]) -> None:
+        request_id, time, first, size = arrival
+        deadline = None if self._deadline is None else time + self._deadline
+        items = (first,) if size == 1 else tuple(range(first, first + size))
+        self._await_arrival()
+        self._arrive(RequestArrived(Request(request_id, items, time, deadline)))
+
+    def _arrive(self, event: RequestArrived) -> None:
+        self._coming -= 1
+        self._open += 1
+        self._dispatch(event)
+
+    def _reply(self, command: Reply) -> None:
+        self._open -= 1
+        if self._config.faults:
+            for server in self.servers.values():
+                if server.activations:
+                    server.activations.difference_update(item.item for item in command.items)
+        if not self._open:
+            self._finish_if_drained()
+
+    def _wake(self, command: WakeAt) -> None:
+        if command.at not in self._wakes:
+            self._wakes.add(command.at)
+            self.agenda.at(command.at, TIMER, self._ring, command.at)
+
+    def _ring(self, at: Seconds) -> None:
+        self._wakes.discard(at)
+        self._dispatch(TimerFired())
+
+    # ---- messages
+
+    def _send_block(self, command: SendBlock) -> None:
+        block = command.block
+        now = self.agenda.now
+        count = len(block.tasks)
+        self._blocks += 1
+        size = CONTROL_BYTES + count * TASK_BYTES
+        if block.segment == 0:
+            size += count * self._shape.input_bytes
+        arrival = self._network.to_server(block.server, size, now)
+        if self._moves_cost and block.segment:
+            arrival = max(arrival, self._move_activations(block, now))
+        self._post(block.server, arrival, self._deliver_block, block)
+
+    def _move_activations(self, block: Block, now: Seconds) -> Seconds:
+        """Arrival of the last activation that has to come from another server."""
+        assert block.previous_width is not None
+        each = self._shape.activation(block.segment - 1, block.previous_width)
+        moved: dict[ServerName, Bytes] = {}
+        for task in block.tasks:
+            if task.home is not None and task.home != block.server:
+                moved[task.home] = moved.get(task.home, 0) + each
+        return max([self._network.between(home, block.server, size, now) for home, size in moved.items()], default=now)
+
+    def _deliver_block(self, block: Block) -> None:
+        server = self.servers[block.server]
+        if server.activations is not None and block.segment:
+            block = self._without_lost_activations(server, block)
+        if block.tasks:
+            server.receive(BlockArrived(block))
+
+    def _without_lost_activations(self, server: SimulatedServer, block: Block) -> Block:
+        """Gives back the tasks whose home crashed since, or does not answer."""
+        lost = tuple([task.task_id for task in block.tasks if not self._can_fetch(server, task.home, task.item)])
+        if not lost or server.condition is not Condition.UP:
+            return block
+        reason = "its activation is lost"
+        self._from_server(server, TasksReturned(server.name, server.incarnation, lost, reason, activation_lost=True))
+        return msgspec.structs.replace(block, tasks=tuple([t for t in block.tasks if t.task_id not in lost]))
+
+    def _can_fetch(self, server: SimulatedServer, home: ServerName | None, item: int) -> bool:
+        if home is None:
+            return True
+        holder = self.servers[home]
+        assert holder.activations is not None
+        return item in holder.activations and (holder is server or holder.condition is Condition.UP)
+
+    def _send_cancel(self, command: CancelTasks) -> None:
+        size = CONTROL_BYTES + len(command.tasks) * TASK_BYTES
+        arrival = self._network.to_server(command.server, size, self.agenda.now)
+        self._post(command.server, arrival, self.servers[command.server].receive, command)
+
+    def _from_server(self, server: SimulatedServer, message: ToDispatcher) -> None:
+        late = 0.0
+        if isinstance(message, BatchReported):
+            count = len(message.tasks)
+            self._tasks += count
+            size = CONTROL_BYTES + count * TASK_BYTES
+            if message.segment == self._shape.segments - 1:
+                size += count * self._shape.classes * LOGIT_BYTES
+        elif isinstance(message, ServerReported):
+            size = TELEMETRY_BYTES
+            late = self._config.telemetry.age_s
+        else:
+            size = CONTROL_BYTES + len(message.tasks) * TASK_BYTES
+        arrival = self._network.from_server(server.name, size, self.agenda.now) + late
+        self._post(server.name, arrival, self._dispatch, message)
+
+    def _post(self, server: ServerName, arrival: Seconds, deliver: Callable[[Any], None], message: Any) -> None:
+        if not self._any_message_fault:
+            self.agenda.at(arrival, MESSAGE, deliver, message)
+            return
+        for at in self._message_faults[server].deliveries(arrival):
+            self.agenda.at(at, MESSAGE, deliver, message)
+
+    # ---- telemetry and faults
+
+    def _sample(self, name_and_number: tuple[ServerName, int]) -> None:
+        name, number = name_and_number
+        self.servers[name].sample()
+        number += 1
+        self.agenda.at(number * self._config.telemetry.period_s, SAMPLE, self._sample, (name, number))
+
+    def schedule(self, change: FaultChange) -> None:
+        """Puts the beginning or end of a fault on the agenda."""
+        for server in self.servers.values():
+            if server.activations is None:
+                server.activations = set()
+        self.agenda.at(change.at, FAULT, self._change, change)
+
+    def _change(self, change: FaultChange) -> None:
+        fault = change.fault
+        server, messages = self.servers[fault.server], self._message_faults[fault.server]
+        kind = fault.kind
+        if kind == "recover":
+            messages.clear()
+            server.slow(1.0)
+            server.wake_up()
+            server.restart()
+        elif kind in MESSAGE_FAULTS:
+            messages.begin(fault) if change.begins else messages.end(kind)
+        elif kind == "crash":
+            server.crash() if change.begins else server.restart()
+        elif kind == "hang":
+            server.hang() if change.begins else server.wake_up()
+        elif kind == "slow":
+            server.slow(fault.factor if change.begins else 1.0)
+        self._any_message_fault = any(m.active for m in self._message_faults.values())
+
+
+def _builder(config: Config, name: ServerName, shape: ModelShape) -> Callable[[int], ServerScheduler]:
+    return lambda incarnation: build_server(config, name, shape, incarnation)
