@@ -33,6 +33,7 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.queues import KeyedQueue
 from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.guarded import GuardedRouter
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.core.types import (
@@ -87,9 +88,7 @@ class Dispatcher:
     ) -> None:
         self._limits = limits
         self._shape = shape
-        self._router = router
-        self._fallback = fallback
-        self._rng = rng
+        self._router = GuardedRouter(router, fallback, rng)
         self._ledger = Ledger()
         self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
         self._admission = Admission(shape, limits.max_waiting_items, accuracy)
@@ -98,8 +97,8 @@ class Dispatcher:
         self._activation = shape.activation_bytes
         self._activation_bytes = 0
         self._deadlines: list[tuple[Seconds, RequestId]] = []
-        self._held: tuple[Key, Decision] | None = None
-        self._router_suspended_until = float("-inf")
+        self._held: tuple[Key, Decision, str] | None = None
+        self._key_due: Key
         self._retry_tokens = RETRIES_AT_START
         self._all_down_since: Seconds | None = None
         self._wake_at = float("inf")
@@ -122,8 +121,17 @@ class Dispatcher:
         return self._ledger.counts()
 
     def handle(self, event: DispatcherEvent, now: Seconds) -> list[DispatcherCommand]:
-        """Takes one event, returns what the host must do."""
-        commands = self._commands = []
+        """Takes one event, returns what the host must do.
+
+        It is these four steps; only an environment that stops at every decision takes them one by one.
+        """
+        self.absorb(event, now)
+        while (view := self.pending(now)) is not None:
+            self.decide(view)
+        return self.finish(now)
+
+    def absorb(self, event: DispatcherEvent, now: Seconds) -> None:
+        """Takes an event in without routing."""
         match event:
             case BatchReported():
                 self._collect(event, now)
@@ -136,20 +144,48 @@ class Dispatcher:
             case TasksReturned():
                 self._take_back(event, now)
             case RequestCancelled():
-                self._cancel(event.request_id, now)
+                self._abandon(event.request_id, Outcome.CANCELLED, "cancelled by the client", now)
             case ServerJoined():
-                self._fleet.join(event.server, event.credit_tasks, now)
-                self._all_down_since = None
-                self._wake_at = float("inf")
+                self._join(event, now)
             case ServerLeft():
                 if event.server in self._fleet.views:
                     self._lose(event.server, event.reason, now)
             case RouterTooSlow():
-                self._router_suspended_until = now + self._limits.router_probe
-                reason = f"took {event.seconds * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
-                commands.append(RouterFellBack(reason, self._router_suspended_until))
-        self._route(now)
+                self._suspend_router(event.seconds, now)
+
+    def pending(self, now: Seconds) -> View | None:
+        """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
+        queue, fleet = self._queue, self._fleet
+        while len(queue) and fleet.any_available():
+            full = self._activation_bytes >= self._limits.max_activation_bytes
+            key = queue.head(_is_first_segment if full else None)
+            if key is None:
+                return None
+            held, self._held = self._held, None
+            if held is None or held[0] != key or not fleet.views[held[1].server].up:
+                self._key_due = key
+                return self._view(key, now)
+            if not fleet.views[held[1].server].available:
+                self._held = held
+                return None
+            self._send(*held, now)
+        return None
+
+    def decide(self, view: View) -> Decision:
+        """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
+        decision, router, complaint = self._router.decide(view)
+        if complaint is not None:
+            self._commands.append(RouterFellBack(complaint))
+        if self._fleet.views[decision.server].available:
+            self._send(self._key_due, decision, router, view.now)
+        else:  # only a router that holds gets here
+            self._held = (self._key_due, decision, router)
+        return decision
+
+    def finish(self, now: Seconds) -> list[DispatcherCommand]:
+        """The commands of what was absorbed and decided."""
         self._arm(now)
+        commands, self._commands = self._commands, []
         return commands
 
     # ---- arrivals
@@ -201,36 +237,11 @@ class Dispatcher:
 
     # ---- routing
 
-    def _route(self, now: Seconds) -> None:
-        queue, fleet = self._queue, self._fleet
-        while len(queue) and fleet.any_available():
-            full = self._activation_bytes >= self._limits.max_activation_bytes
-            key = queue.head(_is_first_segment if full else None)
-            if key is None:
-                return
-            decision, router = self._decide(key, now)
-            view = fleet.views[decision.server]
-            if not view.available:  # only a router that holds gets here
-                self._held = (key, decision)
-                return
-            self._held = None
-            self._send(key, decision, router, min(decision.group, view.credit), now)
-
-    def _decide(self, key: Key, now: Seconds) -> tuple[Decision, str]:
-        held = self._held
-        if held is not None and held[0] == key and self._fleet.views[held[1].server].up:
-            return held[1], self._router.name
-        view = self._view(key, now)
-        if now >= self._router_suspended_until:
-            try:
-                decision = self._router.decide(view, self._rng)
-                wrong = self._impossible(decision, view, self._router.holds)
-            except Exception as error:  # a router may be anybody's code; the run goes on without it
-                wrong = f"{type(error).__name__}: {error}"
-            if wrong is None:
-                return decision, self._router.name
-            self._commands.append(RouterFellBack(wrong))
-        return self._fallback.decide(view, self._rng), self._fallback.name
+    def _suspend_router(self, took: Seconds, now: Seconds) -> None:
+        until = now + self._limits.router_probe
+        self._router.suspend(until)
+        reason = f"took {took * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
+        self._commands.append(RouterFellBack(reason, until))
 
     def _view(self, key: Key, now: Seconds) -> View:
         oldest = self._queue.oldest(key)
@@ -246,20 +257,9 @@ class Dispatcher:
         )
         return View(now, head, len(self._queue), self._waiting_per_segment, self._ledger.completed, self._fleet.views)
 
-    def _impossible(self, decision: Decision, view: View, holds: bool) -> str | None:
-        server = view.servers.get(decision.server)
-        if server is None:
-            return f"chose server {decision.server}, which is unknown"
-        if not server.up or not (holds or server.available):
-            return f"chose server {decision.server}, which is {'full' if server.up else 'out of service'}"
-        if decision.width not in view.head.widths:
-            return f"chose width {decision.width}, allowed are {view.head.widths}"
-        if not decision.group >= 1:
-            return f"chose a group of {decision.group}"
-        return None
-
-    def _send(self, key: Key, decision: Decision, router: str, limit: int, now: Seconds) -> None:
+    def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
         fifo_length = len(self._queue)
+        limit = min(decision.group, self._fleet.views[decision.server].credit)
         tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
         segment = key[0]
         self._last_block += 1
@@ -314,9 +314,11 @@ class Dispatcher:
 
     def _take_back(self, event: TasksReturned, now: Seconds) -> None:
         for task_id in event.tasks:
-            self._give_up(task_id, event.reason, now, permanent=event.permanent)
+            self._give_up(task_id, event.reason, now, event.permanent, event.activation_lost)
 
-    def _give_up(self, task_id: TaskId, reason: str, now: Seconds, permanent: bool = False) -> bool:
+    def _give_up(
+        self, task_id: TaskId, reason: str, now: Seconds, permanent: bool = False, activation_lost: bool = False
+    ) -> bool:
         """One sent task did not run: settle it and try its item again. True if the item was still waiting for it."""
         settled = self._fleet.settle(task_id)
         if settled is None:
@@ -328,10 +330,18 @@ class Dispatcher:
         flight = self._ledger.items.get(task.item)
         if flight is None or flight.task is not task:
             return False
-        self._retry(flight, task, reason, now, permanent)
+        self._retry(flight, task, reason, now, permanent, activation_lost)
         return True
 
-    def _retry(self, flight: ItemFlight, task: Task, reason: str, now: Seconds, permanent: bool = False) -> None:
+    def _retry(
+        self,
+        flight: ItemFlight,
+        task: Task,
+        reason: str,
+        now: Seconds,
+        permanent: bool = False,
+        activation_lost: bool = False,
+    ) -> None:
         if task.deadline is not None and task.deadline <= now:
             return self._end(flight, Outcome.EXPIRED, now, "the deadline passed")
         if permanent and len(self._fleet.views) == 1:
@@ -343,7 +353,7 @@ class Dispatcher:
         self._retry_tokens -= 1
         flight.retries += 1
         home = self._fleet.views.get(flight.home) if flight.home is not None else None
-        if task.segment == 0 or home is None or not home.up:
+        if task.segment == 0 or activation_lost or home is None or not home.up:
             flight.restart()
             self._hold(flight, 0)
             self._enqueue(flight, 0, task.entered, task.entered)
@@ -367,9 +377,6 @@ class Dispatcher:
         flight.held = size
 
     # ---- deadlines, cancellation, time
-
-    def _cancel(self, request_id: RequestId, now: Seconds) -> None:
-        self._abandon(request_id, Outcome.CANCELLED, "cancelled by the client", now)
 
     def _abandon(self, request_id: RequestId, outcome: Outcome, reason: str, now: Seconds) -> None:
         """Ends all unfinished items of a request at once and calls back what was sent."""
@@ -414,18 +421,25 @@ class Dispatcher:
 
     # ---- servers
 
+    def _join(self, event: ServerJoined, now: Seconds) -> None:
+        if event.server in self._fleet.views:
+            self._lose(event.server, "joined again", now)
+        self._fleet.join(event.server, event.credit_tasks, event.incarnation, now)
+        self._all_down_since = None
+        self._wake_at = float("inf")
+
     def _hear(self, report: ServerReport, now: Seconds) -> None:
         view = self._fleet.views.get(report.server)
-        if view is None:
+        if view is None or not self._fleet.is_news(report):
             return
-        if view.report is not None and report.incarnation > view.report.incarnation and view.up:
+        if report.incarnation > view.incarnation:
             self._lose(report.server, "restarted", now)
         self._fleet.heard(report, now)
         if not view.up:
             view.up = True
             self._all_down_since = None
             self._commands.append(ServerChanged(report.server, True, "heard again", 0))
-        for task_id in self._fleet.lost_tasks(report, now):
+        for task_id in self._fleet.lost_tasks(report):
             self._give_up(task_id, "lost on the way", now)
 
     def _lose(self, name: ServerName, reason: str, now: Seconds) -> None:

@@ -56,8 +56,9 @@ class Fleet:
         self._sent: dict[TaskId, tuple[SentBlock, Task]] = {}
         self._blocks: dict[ServerName, dict[BlockId, SentBlock]] = {}
 
-    def join(self, name: ServerName, credit_tasks: int, now: Seconds) -> None:
-        self.views[name] = ServerView(name, credit_tasks, now)
+    def join(self, name: ServerName, credit_tasks: int, incarnation: int, now: Seconds) -> None:
+        """A server that nothing was sent to, or whose tasks have all been given up."""
+        self.views[name] = ServerView(name, credit_tasks, incarnation, now)
         self._blocks[name] = {}
 
     def any_available(self) -> bool:
@@ -108,16 +109,22 @@ class Fleet:
 
     # ---- liveness and loss
 
+    def is_news(self, report: ServerReport) -> bool:
+        """False for one that a later report, or a later life of the server, has overtaken."""
+        view = self.views[report.server]
+        if report.incarnation != view.incarnation:
+            return report.incarnation > view.incarnation
+        return view.report is None or view.report.made_at <= report.made_at
+
     def heard(self, report: ServerReport, now: Seconds) -> None:
-        """Takes a report, unless a newer one of the same life came first."""
         view = self.views[report.server]
         view.heard_at = now
-        last = view.report
-        if last is None or last.incarnation < report.incarnation or last.made_at <= report.made_at:
-            view.report = report
+        view.incarnation = report.incarnation
+        view.report = report
 
-    def lost_tasks(self, report: ServerReport, now: Seconds) -> list[TaskId]:
+    def lost_tasks(self, report: ServerReport) -> list[TaskId]:
         """Tasks of blocks that this server's reports have left out for longer than the grace."""
+        now = report.made_at
         open_blocks = set(report.open_blocks)
         lost: set[BlockId] = set()
         for block_id, sent in self._blocks[report.server].items():

@@ -80,6 +80,7 @@ class ServerReported(Message, frozen=True, gc=False):
 class ServerJoined(Message, frozen=True, gc=False):
     server: ServerName
     credit_tasks: int
+    incarnation: int = 0
 
 
 class ServerLeft(Message, frozen=True, gc=False):

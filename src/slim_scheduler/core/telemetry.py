@@ -25,9 +25,10 @@ class InstanceCount(msgspec.Struct, frozen=True, gc=False):
 class ServerReport(msgspec.Struct, frozen=True, gc=False):
     """One server's telemetry at `made_at`.
 
-    `incarnation` changes when the server lost its state (a restart). `open_blocks` are the blocks of which it still
-    holds unfinished tasks: the dispatcher finds lost messages by comparing. `batch_p50` and `batch_p99` are
-    percentiles over recent batches of the time from a task's arrival at the server to its result.
+    `made_at` is on the dispatcher's clock; `incarnation` grows when the server lost its state (a restart).
+    `open_blocks` are the blocks of which it still holds unfinished tasks: the dispatcher finds lost messages by
+    comparing. `batch_p50` and `batch_p99` are percentiles over recent batches of the time from a task's arrival at the
+    server to its result.
     """
 
     server: ServerName
@@ -58,10 +59,11 @@ class ServerView:
     `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
     """
 
-    __slots__ = ("name", "up", "credit_tasks", "outstanding", "pending", "report", "heard_at")
+    __slots__ = ("credit_tasks", "heard_at", "incarnation", "name", "outstanding", "pending", "report", "up")
 
-    def __init__(self, name: ServerName, credit_tasks: int, now: Seconds) -> None:
+    def __init__(self, name: ServerName, credit_tasks: int, incarnation: int, now: Seconds) -> None:
         self.name = name
+        self.incarnation = incarnation
         self.up = True
         self.credit_tasks = credit_tasks
         self.outstanding = 0

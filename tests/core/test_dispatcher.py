@@ -1,0 +1,329 @@
+import pytest
+
+from slim_scheduler.core.messages import (
+    BatchReported,
+    BlockFinished,
+    CancelTasks,
+    RequestCancelled,
+    RouterFellBack,
+    RouterTooSlow,
+    ServerChanged,
+    ServerLeft,
+    TasksReturned,
+    TimerFired,
+    WakeAt,
+)
+from slim_scheduler.core.router.baselines import RandomRouter
+from slim_scheduler.core.types import Decision, Outcome
+from tests.core.networks import Scripted, dispatcher, jsq, only, replies, report, request, sent
+
+
+def done(block, at, width=None, server=None):
+    """The server's word that all of a block ran."""
+    tasks = tuple(task.task_id for task in block.tasks)
+    return BatchReported(server or block.server, 0, 1, block.segment, width or block.width, tasks, at - 0.01, at)
+
+
+def test_an_item_goes_through_every_segment_and_is_answered_once():
+    made = dispatcher()
+    commands = made.handle(request(1), 0.0)
+    widths = (0.5, 1.0, 0.5)
+    for segment, width in enumerate(widths):
+        block = sent(commands)[0]
+        assert (block.segment, block.previous_width) == (segment, widths[segment - 1] if segment else None)
+        commands = made.handle(done(block, segment + 1.0, width), segment + 1.0)
+    answer = replies(commands)[0]
+    assert (answer.outcome, answer.items[0].widths, answer.items[0].servers) == (Outcome.ANSWERED, widths, ("a",) * 3)
+    assert answer.items[0].compute_s == pytest.approx(0.03)
+    assert answer.items[0].queue_s == pytest.approx(2.97)
+    assert made.counts["items"]["in_flight"] == 0
+
+
+def test_a_request_is_answered_when_its_last_item_is():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)))
+    blocks = sent(made.handle(request(1, items=2), 0.0))
+    assert len(blocks) == 2
+    first = blocks[0]
+    for at in (1.0, 2.0, 3.0):
+        commands = made.handle(done(first, at), at)
+        first = (sent(commands) or [None])[0]
+    assert replies(commands) == []
+    second = blocks[1]
+    for at in (4.0, 5.0, 6.0):
+        commands = made.handle(done(second, at), at)
+        second = (sent(commands) or [None])[0]
+    assert [item.item for item in replies(commands)[0].items] == [100, 101]
+
+
+def test_a_block_is_the_first_of_one_key_up_to_group_and_credit():
+    made = dispatcher(Scripted(Decision("a", 0.5, 3)), credit=5)
+    blocks = [b for i in range(1, 8) for b in sent(made.handle(request(i), 0.0))]
+    assert [len(b.tasks) for b in blocks] == [1] * 5
+    assert made.fifo_length == 2
+    (block,) = sent(made.handle(done(blocks[0], 1.0), 1.0))
+    assert [t.item for t in block.tasks] == [600], "one credit came free, and item 600 is older than what re-entered"
+
+
+def test_continuing_tasks_enter_at_the_back_or_keep_their_items_place():
+    for reentry_back, expected in ((True, [200]), (False, [100])):
+        made = dispatcher(Scripted(Decision("a", 0.5, 1)), credit=1, reentry_back=reentry_back)
+        (block,) = sent(made.handle(request(1, at=0.0), 0.0))
+        made.handle(request(2, at=0.5), 0.5)
+        (block,) = sent(made.handle(done(block, 1.0), 1.0))
+        assert [t.item for t in block.tasks] == expected
+
+
+def test_random_holds_the_head_for_the_server_it_drew():
+    made = dispatcher(RandomRouter((1,)), servers=("a", "b"), credit=2)
+    blocks = []
+    while made.fifo_length == 0:
+        blocks += sent(made.handle(request(len(blocks) + 1), 0.0))
+    full = next(name for name, view in made.servers.items() if not view.available)
+    other = next(name for name in made.servers if name != full)
+    if made.servers[other].available:
+        assert sent(made.handle(request(50), 0.1)) == [], "the head waits although the other server has credit"
+    block = next(b for b in blocks if b.server == full)
+    assert sent(made.handle(done(block, 1.0), 1.0))[0].server == full
+
+
+def test_other_routers_see_a_full_server_masked():
+    made = dispatcher(jsq(), servers=("a", "b"), credit=1)
+    servers = [b.server for i in (1, 2, 3) for b in sent(made.handle(request(i), 0.0))]
+    assert sorted(servers) == ["a", "b"]
+    assert made.fifo_length == 1
+
+
+def test_a_full_queue_rejects_with_a_reason_and_retry_after():
+    made = dispatcher(credit=1, max_waiting_items=2)
+    for i in (1, 2, 3):
+        made.handle(request(i), 0.0)
+    answer = replies(made.handle(request(4), 0.1))[0]
+    assert answer.outcome is Outcome.REJECTED
+    assert "2 items wait" in answer.reason
+    assert "limit is 2" in answer.reason
+    assert answer.retry_after > 0
+
+
+def test_the_limit_never_rejects_a_continuing_task():
+    made = dispatcher(credit=1, max_waiting_items=1)
+    (block,) = sent(made.handle(request(1), 0.0))
+    made.handle(request(2), 0.1)
+    commands = made.handle(done(block, 1.0), 1.0)
+    assert replies(commands) == []
+    assert made.counts["items"]["in_flight"] == 2
+
+
+def test_waiting_activations_are_bounded_by_holding_back_segment_0():
+    made = dispatcher(Scripted(Decision("a", 1.0, 1)), credit=1, max_activation_bytes=256)
+    (first,) = sent(made.handle(request(1), 0.0))
+    made.handle(request(2), 0.1)
+    (continued,) = sent(made.handle(done(first, 1.0), 1.0))
+    assert (continued.segment, continued.tasks[0].item) == (1, 100), "item 200 is older in the FIFO but held back"
+    (last,) = sent(made.handle(done(continued, 2.0), 2.0))
+    (block,) = sent(made.handle(done(last, 3.0), 3.0))
+    assert (block.segment, block.tasks[0].item) == (0, 200)
+
+
+def test_a_deadline_expires_waiting_and_sent_items_at_once():
+    made = dispatcher(credit=1)
+    commands = made.handle(request(1, deadline=0.5), 0.0)
+    (block,) = sent(commands)
+    assert only(commands, WakeAt) == [WakeAt(0.5)]
+    made.handle(request(2, deadline=0.5), 0.1)
+    commands = made.handle(TimerFired(), 0.5)
+    assert [(r.request_id, r.outcome) for r in replies(commands)] == [(1, Outcome.EXPIRED), (2, Outcome.EXPIRED)]
+    assert only(commands, CancelTasks) == [CancelTasks("a", (block.tasks[0].task_id,))]
+    assert replies(made.handle(done(block, 0.6), 0.6)) == [], "the late answer is dropped"
+
+
+def test_a_request_past_its_deadline_on_arrival_never_runs():
+    commands = dispatcher().handle(request(1, deadline=1.0), 1.0)
+    assert sent(commands) == []
+    assert replies(commands)[0].outcome is Outcome.EXPIRED
+
+
+def test_a_cancelled_request_is_removed_and_its_credit_comes_back_with_the_servers_word():
+    made = dispatcher(credit=1)
+    (block,) = sent(made.handle(request(1), 0.0))
+    made.handle(request(2), 0.1)
+    commands = made.handle(RequestCancelled(1), 0.2)
+    assert replies(commands)[0].outcome is Outcome.CANCELLED
+    assert sent(commands) == []
+    returned = TasksReturned("a", 0, (block.tasks[0].task_id,), "cancelled")
+    assert sent(made.handle(returned, 0.3))[0].tasks[0].item == 200
+
+
+def test_a_doubled_report_counts_once():
+    made = dispatcher()
+    (block,) = sent(made.handle(request(1), 0.0))
+    (next_block,) = sent(made.handle(done(block, 1.0), 1.0))
+    assert sent(made.handle(done(block, 1.1), 1.1)) == []
+    assert next_block.segment == 1
+
+
+def test_a_lost_servers_tasks_run_elsewhere_and_its_late_answer_is_dropped():
+    made = dispatcher(Scripted(Decision("a", 0.5, 8)), servers=("a", "b"))
+    (block,) = sent(made.handle(request(1), 0.0))
+    commands = made.handle(ServerLeft("a", "its process died"), 0.5)
+    assert only(commands, ServerChanged) == [ServerChanged("a", False, "its process died", 1)]
+    (again,) = sent(commands)
+    assert (again.server, again.tasks[0].item) == ("b", 100)
+    assert sent(made.handle(done(block, 0.6, server="a"), 0.6)) == []
+
+
+def test_an_item_whose_activation_was_on_the_lost_server_starts_again():
+    made = dispatcher(Scripted(Decision("a", 0.5, 8)), servers=("a", "b"))
+    (block,) = sent(made.handle(request(1), 0.0))
+    (second,) = sent(made.handle(done(block, 0.1), 0.1))
+    assert second.segment == 1
+    (again,) = sent(made.handle(ServerLeft("a", "gone"), 0.5))
+    assert (again.segment, again.previous_width, again.tasks[0].entered) == (0, None, 0.1)
+
+
+def test_a_silent_server_is_taken_out_and_comes_back_when_heard():
+    made = dispatcher(servers=("a", "b"), heartbeat_timeout=0.8)
+    made.handle(report("a", 0.3), 0.3)
+    made.handle(report("b", 0.3), 0.3)
+    made.handle(report("b", 0.9), 0.9)
+    commands = made.handle(TimerFired(), 0.8)
+    (wake,) = only(commands, WakeAt)
+    assert wake.at == pytest.approx(1.1)
+    commands = made.handle(TimerFired(), wake.at)
+    assert [(c.server, c.up) for c in only(commands, ServerChanged)] == [("a", False)]
+    assert [c.up for c in only(made.handle(report("a", 2.0), 2.0), ServerChanged)] == [True]
+
+
+def test_silence_while_this_process_slept_proves_nothing():
+    made = dispatcher(heartbeat_timeout=0.8)
+    commands = made.handle(TimerFired(), 60.0)
+    assert only(commands, ServerChanged) == []
+    assert only(commands, WakeAt) == [WakeAt(60.4)]
+
+
+def test_a_restarted_server_loses_what_it_had():
+    made = dispatcher()
+    made.handle(report("a", 0.1), 0.1)
+    made.handle(request(1), 0.2)
+    commands = made.handle(report("a", 0.3, incarnation=1), 0.3)
+    assert [c.up for c in only(commands, ServerChanged)] == [False, True]
+    assert sent(commands)[0].tasks[0].item == 100
+
+
+def test_a_block_that_reports_keep_leaving_out_is_sent_again():
+    made = dispatcher(loss_grace=1.0)
+    (block,) = sent(made.handle(request(1), 0.0))
+    for at in (0.5, 1.5):
+        assert sent(made.handle(report("a", at), at)) == []
+    made.handle(report("a", 2.0, open_blocks=(block.block_id,)), 2.0)
+    made.handle(report("a", 2.4), 2.4)
+    (again,) = sent(made.handle(report("a", 3.5), 3.5))
+    assert again.tasks[0].item == 100
+
+
+def test_retries_end_with_a_clear_error():
+    made = dispatcher(max_retries=2)
+    (block,) = sent(made.handle(request(1), 0.0))
+    for at in (1.0, 2.0, 3.0):
+        commands = made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), at)
+        block = (sent(commands) or [None])[0]
+    answer = replies(commands)[0]
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "device lost; gave up after 2 retries")
+
+
+def test_with_every_server_gone_what_waits_fails_in_the_end():
+    made = dispatcher(no_server_timeout=30.0)
+    made.handle(ServerLeft("a", "gone"), 0.0)
+    wake = only(made.handle(request(1), 1.0), WakeAt)[0]
+    assert wake.at == 30.0
+    answer = replies(made.handle(TimerFired(), 30.0))[0]
+    assert (answer.outcome, answer.reason) == (Outcome.FAILED, "no server was in service for 30 s")
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
+        (ValueError("bad weights"), "ValueError: bad weights"),
+        (Decision("z", 0.5, 1), "chose server z, which is unknown"),
+        (Decision("a", float("nan"), 1), "chose width nan"),
+        (Decision("a", 0.6, 1), "chose width 0.6"),
+        (Decision("a", 0.5, 0), "chose a group of 0"),
+    ],
+)
+def test_a_router_that_fails_is_replaced_for_that_decision(decision, reason):
+    made = dispatcher(Scripted(decision))
+    commands = made.handle(request(1), 0.0)
+    assert sent(commands)[0].width == 0.5
+    assert only(commands, RouterFellBack)[0].reason.startswith(reason)
+
+
+def test_a_slow_router_rests_until_its_probe():
+    made = dispatcher(Scripted(Decision("a", 1.0, 1)), router_probe=1.0)
+    (event,) = only(made.handle(RouterTooSlow(0.05), 0.0), RouterFellBack)
+    assert (event.reason, event.until) == ("took 50.0 ms, limit 20 ms", 1.0)
+    assert sent(made.handle(request(1), 0.9))[0].width == 0.5, "the fallback decides"
+    assert sent(made.handle(request(2), 1.0))[0].width == 1.0, "the probe"
+
+
+def test_a_finished_block_says_what_was_decided_what_ran_and_how_long_it_took():
+    made = dispatcher(Scripted(Decision("a", 0.5, 8)))
+    (block,) = sent(made.handle(request(2, items=2, at=1.0), 1.0))
+    finished = only(made.handle(done(block, 3.0, width=0.75), 3.0), BlockFinished)[0]
+    assert finished.decision == Decision("a", 0.5, 8)
+    assert (finished.size, finished.latency, finished.lost) == (2, 2.0, 0)
+    assert finished.ran == ((200, (0.75,)), (201, (0.75,)))
+
+
+def test_fixed_widths_are_kept_and_exact():
+    made = dispatcher(jsq("1"))
+    (block,) = sent(made.handle(request(1, widths=(0.25, 0.5, 0.75)), 0.0))
+    assert (block.width, block.exact) == (0.25, True)
+    (block,) = sent(made.handle(done(block, 1.0), 1.0))
+    assert block.width == 0.5
+
+
+class Measured:
+    """Accuracy that is simply the mean width."""
+
+    def top1(self, widths):
+        return sum(widths) / len(widths)
+
+
+def test_an_accuracy_floor_leaves_only_widths_that_can_still_reach_it():
+    made = dispatcher(jsq("0.25"), accuracy=Measured())
+    (block,) = sent(made.handle(request(1, accuracy_floor=0.75), 0.0))
+    assert block.width == 0.25, "0.25, 1, 1 still reaches 0.75"
+    (block,) = sent(made.handle(done(block, 1.0), 1.0))
+    assert block.width == 1.0
+
+
+def test_an_accuracy_floor_out_of_reach_is_refused_with_the_best_there_is():
+    answer = replies(dispatcher(accuracy=Measured()).handle(request(1, accuracy_floor=1.01), 0.0))[0]
+    assert (answer.outcome, answer.reason) == (
+        Outcome.REJECTED,
+        "accuracy_floor 1.01 is above the best expected accuracy, 1.0000",
+    )
+
+
+def test_different_constraints_never_share_a_block():
+    made = dispatcher(Scripted(Decision("a", 0.5, 8)), credit=2)
+    (first,) = sent(made.handle(request(1, items=2), 0.0))
+    made.handle(request(2), 0.1)
+    made.handle(request(3, widths=(0.5, 0.5, 0.5)), 0.2)
+    made.handle(request(4), 0.3)
+    (block,) = sent(made.handle(done(first, 1.0), 1.0))
+    assert [t.item for t in block.tasks] == [200, 400]
+    block, *_ = sent(made.handle(done(block, 2.0), 2.0))
+    assert [t.item for t in block.tasks] == [300]
+
+
+def test_a_lower_priority_ages_and_is_not_starved():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)), credit=1, priority_aging=1.0)
+    (block,) = sent(made.handle(request(1), 0.0))
+    made.handle(request(2, at=0.0, priority=1), 0.0)
+    made.handle(request(3, at=0.5), 0.5)
+    made.handle(request(4, at=1.5), 1.5)
+    order = []
+    for at in (2.0, 3.0, 4.0):
+        (block,) = sent(made.handle(done(block, at), at))
+        order.append(block.tasks[0].item)
+    assert order == [300, 200, 400]
