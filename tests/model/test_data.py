@@ -89,7 +89,7 @@ def test_an_archive_that_is_not_the_official_one_is_refused(tmp_path):
     with pytest.raises(DataError, match="official archive 168513733"):
         load_data(path)
     os.truncate(path, cifar.ARCHIVE_BYTES)
-    with pytest.raises(DataError, match="has SHA-256 .* the official archive 58a81ae192c23a4b"):
+    with pytest.raises(DataError, match=r"has SHA-256 .* the official archive 58a81ae192c23a4b"):
         load_data(path)
 
 

@@ -1,5 +1,8 @@
 """Training learns, takes other data and other networks, and an interruption changes nothing."""
 
+import os
+import signal
+
 import msgspec
 import numpy as np
 import pytest
@@ -41,7 +44,7 @@ TINY = Preset(
 )
 
 
-class Interruption(Exception):
+class InterruptedRunError(Exception):
     """What the test stops a run with, in place of Ctrl-C."""
 
 
@@ -55,12 +58,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
 
         def stop(state, stop_at=stop_at):
             if state.step == stop_at:
-                raise Interruption
+                raise InterruptedRunError
 
-        with pytest.raises(Interruption):
+        with pytest.raises(InterruptedRunError):
             fit(TINY, "digits", tmp_path / "parts", progress=stop)
         assert not (tmp_path / "parts" / "manifest.json").exists()
     fit(TINY, "digits", tmp_path / "parts")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_ctrl_c_saves_a_whole_step_and_the_run_goes_on_from_it(tmp_path):
+    fit(TINY, "digits", tmp_path / "whole", epochs=1)
+
+    def press_ctrl_c(state):
+        if state.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(TINY, "digits", tmp_path / "parts", epochs=1, progress=press_ctrl_c)
+    fit(TINY, "digits", tmp_path / "parts", epochs=1)
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
@@ -72,7 +88,7 @@ def test_another_seed_gives_another_network_and_the_same_seed_the_same(tmp_path)
 
 def test_a_state_of_another_run_is_not_continued(tmp_path):
     fit(TINY, "digits", tmp_path, epochs=1)
-    with pytest.raises(CheckpointError, match="belongs to the run tiny-seed0-.* choose another --out"):
+    with pytest.raises(CheckpointError, match=r"belongs to the run tiny-seed0-.* choose another --out"):
         fit(TINY, "digits", tmp_path, epochs=1, seed=5)
 
 

@@ -19,6 +19,7 @@ from slim_scheduler.core.errors import InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
 from slim_scheduler.model.data import channel_statistics, held_out, load_data
+from slim_scheduler.model.interruption import deferred_interruption
 from slim_scheduler.model.optimizer import MuonSgd
 from slim_scheduler.model.presets import Preset, Recipe, preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
@@ -109,7 +110,7 @@ class _Run:
                 f"data {self.data.name} has {len(train)} training images, fewer than one batch of {self.recipe.batch}"
             )
         torch.manual_seed(seed)
-        self.model = SlimResNet(preset.architecture, preset.name).to(device)
+        self.model = SlimResNet(preset.architecture, out.resolve().name).to(device)
         parameters = list(self.model.named_parameters())
         matrices = [(n, p) for n, p in parameters if p.dim() == 4 and "stem" not in n]
         others = [(n, p) for n, p in parameters if p.dim() != 4 or "stem" in n]
@@ -144,7 +145,7 @@ class _Run:
         started = time.monotonic() - self.state.seconds
         saved = time.monotonic()
         losses: list[float] = []
-        try:
+        with deferred_interruption() as interruption:
             while (share := self._share()) < 1.0:
                 loss = self._step(share)
                 losses.append(loss)
@@ -153,12 +154,16 @@ class _Run:
                 if self.state.step % self.batches.per_epoch == 0 or self._share() >= 1.0:
                     self._validate(float(np.mean(losses)), share)
                     losses.clear()
-                report(self._progress(loss, share))
+                try:
+                    report(self._progress(loss, share))
+                    interruption.check()
+                except BaseException:
+                    self._save()
+                    raise
                 if time.monotonic() - saved >= save_every:
                     self._save()
                     saved = time.monotonic()
-        finally:
-            self._save()
+        self._save()
 
     def _save(self) -> None:
         write_state(self.state_path, self.state, self._tensors())

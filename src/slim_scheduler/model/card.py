@@ -1,0 +1,160 @@
+"""The model card: recipe, curve, costs and accuracy of checkpoints as Markdown, every number read from a manifest.
+
+`write_card` makes docs/model-card.md; nothing in it is typed by hand but the paper's tables and the licences.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slim_scheduler.core.accuracy import tuple_name
+from slim_scheduler.model.architecture import Architecture, tuple_cost
+from slim_scheduler.model.checkpoint import Manifest, load_manifest
+from slim_scheduler.model.presets import Preset
+
+# Top-1 % on CIFAR-100 (arXiv 2510.09018, tables I and II)
+TABLE_I = {(0.25,) * 4: 70.30, (0.50,) * 4: 72.99, (0.75,) * 4: 74.93, (1.00,) * 4: 76.43}
+TABLE_II = {
+    (1.0, 0.75, 0.5, 0.25): 71.35,
+    (0.75, 1.0, 0.25, 0.5): 72.33,
+    (0.5, 0.25, 1.0, 0.75): 74.53,
+    (0.25, 0.5, 0.75, 1.0): 75.33,
+}
+CURVE_POINTS = 16  # rows of a training curve: enough to see its slope
+
+
+def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
+    """Writes the card of these model folders; returns its text."""
+    sections = ["# Model card", INTRODUCTION]
+    for folder in folders:
+        sections += model_section(Path(folder).resolve().name, load_manifest(folder))
+    text = "\n\n".join((*sections, LICENCES)) + "\n"
+    Path(path).write_text(text)
+    return text
+
+
+def model_section(name: str, manifest: Manifest) -> list[str]:
+    """One model: cost per width, accuracy, the paper's tables where they apply, recipe, curve."""
+    arch = manifest.architecture
+    parts = [f"## {name}", description(manifest), cost_table(manifest)]
+    test = manifest.accuracy.get("test", {})
+    if test:
+        parts.append(spread_line(manifest))
+    if test and manifest.training is not None and manifest.training.data == "cifar100" and arch.segments == 4:
+        parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test)]
+    if manifest.training is not None:
+        parts += [recipe_text(manifest), "Curve (loss of the widest net on training batches; top-1 % on up to"]
+        parts[-1] += " 1,000 held-out training images):"
+        parts.append(curve_table(manifest, arch))
+    return parts
+
+
+def description(manifest: Manifest) -> str:
+    arch = manifest.architecture
+    return (
+        f"{'x'.join(map(str, arch.item_shape))} pixels into {arch.classes} classes; {arch.segments} segments of "
+        f"{'-'.join(map(str, arch.channels))} channels with {'-'.join(map(str, arch.blocks))} blocks and strides "
+        f"{'-'.join(map(str, arch.strides))}, stem {arch.stem_channels} channels, group norm with "
+        f"{arch.channels_per_group} channels per group, weight standardisation, SiLU, pooling {arch.pooling}. "
+        f"Weights {manifest.weights_bytes / 1e6:.2f} MB, SHA-256 `{manifest.weights_sha256}`."
+    )
+
+
+def cost_table(manifest: Manifest) -> str:
+    """Multiply-adds, parameters and accuracy per uniform width."""
+    arch, rows = manifest.architecture, []
+    for width in arch.widths:
+        widths = (width,) * arch.segments
+        macs, parameters = tuple_cost(arch, widths)
+        cells = [f"{width:g}", f"{macs / 1e6:.1f}", f"{parameters / 1e6:.3f}"]
+        for split in ("test", "held-out"):
+            top1 = manifest.accuracy.get(split, {}).get(tuple_name(widths))
+            cells.append("" if top1 is None else f"{100 * top1:.2f}")
+        rows.append(cells)
+    return table(
+        ("width", "multiply-adds (M)", "parameters (M)", "top-1 %, test", "top-1 %, held-out training images"), rows
+    )
+
+
+def spread_line(manifest: Manifest) -> str:
+    """How accuracy behaves over all tuples, not just the uniform ones."""
+    test, arch = manifest.accuracy["test"], manifest.architecture
+    slim = test[tuple_name((arch.widths[0],) * arch.segments)]
+    worst, best = min(test, key=lambda t: test[t]), max(test, key=lambda t: test[t])
+    below = sum(top1 < slim - 0.02 for top1 in test.values())
+    return (
+        f"All {len(test)} width tuples: worst {100 * test[worst]:.2f} % at ({worst}), best {100 * test[best]:.2f} % at "
+        f"({best}), mean {100 * sum(test.values()) / len(test):.2f} %; {below} are more than 2 points below uniform "
+        f"{arch.widths[0]:g}."
+    )
+
+
+def paper_table(test: dict[str, float]) -> str:
+    rows = []
+    for widths, paper in (TABLE_I | TABLE_II).items():
+        ours = 100 * test[tuple_name(widths)]
+        rows.append([f"({tuple_name(widths)})", f"{paper:.2f}", f"{ours:.2f}", f"{ours - paper:+.2f}"])
+    return table(("width tuple", "paper", "ours", "difference"), rows)
+
+
+def recipe_text(manifest: Manifest) -> str:
+    training = manifest.training
+    assert training is not None
+    recipe = msgspec.json.encode(training.recipe).decode()
+    epochs = training.history[-1].epoch if training.history else 0.0
+    return (
+        f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
+        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured.\n\n"
+        f"```json\n{recipe}\n```"
+    )
+
+
+def curve_table(manifest: Manifest, arch: Architecture) -> str:
+    assert manifest.training is not None
+    history = manifest.training.history
+    step = max(1, -(-len(history) // CURVE_POINTS))
+    kept = [record for i, record in enumerate(history, 1) if i % step == 0 or i == len(history)]
+    names = [f"{width:g}" for width in arch.widths]
+    rows = [
+        [f"{r.epoch:g}", f"{r.seconds / 60:.1f}", str(r.image_size), f"{r.loss:.3f}"]
+        + [f"{100 * r.top1[name]:.1f}" for name in names]
+        for r in kept
+    ]
+    return table(("epoch", "minutes", "pixels", "loss", *(f"width {name}" for name in names)), rows)
+
+
+def design_table(presets: Iterable[Preset]) -> str:
+    """What the presets cost at their uniform widths."""
+    rows = []
+    for preset in presets:
+        arch = preset.architecture
+        costs = [tuple_cost(arch, (width,) * arch.segments) for width in arch.widths]
+        macs = " / ".join(f"{m / 1e6:.0f}" for m, _ in costs)
+        rows.append([f"`{preset.name}`", "-".join(map(str, arch.channels)), macs, f"{costs[-1][1] / 1e6:.1f}"])
+    return table(("preset", "channels", "multiply-adds per width (M)", "parameters (M)"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+INTRODUCTION = (
+    "What the shipped networks are, how they were trained, and what they reach. Written by "
+    "`python -m slim_scheduler.model.card` from the manifests in `models/`; no number is typed by hand. Training "
+    "never looks at test images: curves and choices come from held-out training images."
+)
+LICENCES = (
+    "## Data and licence\n\n"
+    "- digits: UCI *Optical Recognition of Handwritten Digits* (Alpaydin and Kaynak 1998), CC BY 4.0, as in "
+    "scikit-learn; the held-out third is fixed by a seed in `model/data.py`.\n"
+    "- CIFAR-100: Krizhevsky, *Learning Multiple Layers of Features from Tiny Images*, 2009, "
+    "<https://www.cs.toronto.edu/~kriz/cifar.html>. Its authors state no licence; the images are not in this project, "
+    "users download the official binary archive themselves (its SHA-256 is checked).\n"
+    "- The weights are under the project's licence, Apache-2.0."
+)
+
+if __name__ == "__main__":
+    folders = sorted(path.parent for path in Path("models").glob("*/manifest.json"))
+    print(write_card(folders, "docs/model-card.md"))
