@@ -20,7 +20,7 @@ NOBODY = Arrivals(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64), np.
 
 
 def small_cluster(folder: Path, servers: Sequence[dict[str, Any]] = ({},), **sections: Any) -> Config:
-    """Servers a, b, c, ... on the small device; `servers` holds what differs, `sections` the rest of a configuration."""
+    """Servers a, b, c, ... on the small device; `servers` holds what differs, `sections` the rest of the TOML."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"shape": msgspec.to_builtins(small_shape())}))
     profile = folder / "small.json"

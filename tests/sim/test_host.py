@@ -49,7 +49,7 @@ def test_an_activation_that_moves_costs_its_bytes_and_one_that_stays_costs_nothi
         config = small_cluster(tmp_path, [{}, {}], network=network)
         # Round-robin sends segment 0 to a and segment 1 to b, whose first report came with an idle link.
         journal = run_requests(config, [Request(0, (0,), 1.005)], "round-robin:0.5")
-        sent = [now for now, event in journal.events("dispatcher", BatchReported)][0]
+        sent = next(now for now, _ in journal.events("dispatcher", BatchReported))
         return [now - sent for now, _ in journal.events("b", BlockArrived)]
 
     # Without: 240 bytes of control. With: the 4,000 bytes of the activation come behind it on b's link.

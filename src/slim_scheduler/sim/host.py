@@ -20,20 +20,19 @@ from slim_scheduler.core.messages import (
     RequestCancelled,
     SendBlock,
     ServerJoined,
-    ServerReported,
     TasksReturned,
     TimerFired,
     WakeAt,
 )
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Block, Bytes, Joules, Request, RequestId, Seconds, ServerName
+from slim_scheduler.core.types import Block, ItemId, Joules, Request, RequestId, Seconds, ServerName
 from slim_scheduler.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
-from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, MESSAGE, SAMPLE, TIMER, Agenda
+from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
-from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, MessageFaults, timeline
-from slim_scheduler.sim.network import CONTROL_BYTES, LOGIT_BYTES, TASK_BYTES, TELEMETRY_BYTES, Network
-from slim_scheduler.sim.server import Condition, Observer, SimulatedServer, ToDispatcher
+from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, timeline
+from slim_scheduler.sim.mail import Mail, ToDispatcher
+from slim_scheduler.sim.server import Condition, Observer, SimulatedServer
 from slim_scheduler.workload import Arrivals, generate
 
 DRAIN_FACTOR = 2.0  # a run that drains ends by so many times its duration
@@ -85,18 +84,15 @@ class Simulation:
     ) -> None:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
-        names = [server.name for server in config.servers]
         self.agenda = Agenda()
         self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed)
         self.arrivals = generate(config.workload, seed, 1) if arrivals is None else arrivals
         self.done = False
         self._config = config
-        self._shape = shape
         self._router_name = router_name
         self._seed = seed
         self._observe = recorder.step
-        self._network = Network(config.network, names)
-        self._moves_cost = config.network.activations
+        self._mail = Mail(config, shape, self.agenda, run_rng(seed, "faults"))
         self._deadline = config.workload.deadline_ms / 1e3 or None
         self._duration = config.workload.duration_s
         self._coming = len(self.arrivals.times)
@@ -116,9 +112,6 @@ class Simulation:
             Reply: self._reply,
             WakeAt: self._wake,
         }
-        streams = run_rng(seed, "faults").spawn(len(names))
-        self._message_faults = {name: MessageFaults(rng) for name, rng in zip(names, streams, strict=True)}
-        self._any_message_fault = False
         self._begin()
 
     def _begin(self) -> None:
@@ -249,27 +242,8 @@ class Simulation:
     # ---- messages
 
     def _send_block(self, command: SendBlock) -> None:
-        block = command.block
-        now = self.agenda.now
-        count = len(block.tasks)
         self._blocks += 1
-        size = CONTROL_BYTES + count * TASK_BYTES
-        if block.segment == 0:
-            size += count * self._shape.input_bytes
-        arrival = self._network.to_server(block.server, size, now)
-        if self._moves_cost and block.segment:
-            arrival = max(arrival, self._move_activations(block, now))
-        self._post(block.server, arrival, self._deliver_block, block)
-
-    def _move_activations(self, block: Block, now: Seconds) -> Seconds:
-        """Arrival of the last activation that has to come from another server."""
-        assert block.previous_width is not None
-        each = self._shape.activation(block.segment - 1, block.previous_width)
-        moved: dict[ServerName, Bytes] = {}
-        for task in block.tasks:
-            if task.home is not None and task.home != block.server:
-                moved[task.home] = moved.get(task.home, 0) + each
-        return max([self._network.between(home, block.server, size, now) for home, size in moved.items()], default=now)
+        self._mail.block(command.block, self._deliver_block)
 
     def _deliver_block(self, block: Block) -> None:
         server = self.servers[block.server]
@@ -287,7 +261,7 @@ class Simulation:
         self._from_server(server, TasksReturned(server.name, server.incarnation, lost, reason, activation_lost=True))
         return msgspec.structs.replace(block, tasks=tuple([t for t in block.tasks if t.task_id not in lost]))
 
-    def _can_fetch(self, server: SimulatedServer, home: ServerName | None, item: int) -> bool:
+    def _can_fetch(self, server: SimulatedServer, home: ServerName | None, item: ItemId) -> bool:
         if home is None:
             return True
         holder = self.servers[home]
@@ -295,32 +269,12 @@ class Simulation:
         return item in holder.activations and (holder is server or holder.condition is Condition.UP)
 
     def _send_cancel(self, command: CancelTasks) -> None:
-        size = CONTROL_BYTES + len(command.tasks) * TASK_BYTES
-        arrival = self._network.to_server(command.server, size, self.agenda.now)
-        self._post(command.server, arrival, self.servers[command.server].receive, command)
+        self._mail.cancellation(command, self.servers[command.server].receive)
 
     def _from_server(self, server: SimulatedServer, message: ToDispatcher) -> None:
-        late = 0.0
         if isinstance(message, BatchReported):
-            count = len(message.tasks)
-            self._tasks += count
-            size = CONTROL_BYTES + count * TASK_BYTES
-            if message.segment == self._shape.segments - 1:
-                size += count * self._shape.classes * LOGIT_BYTES
-        elif isinstance(message, ServerReported):
-            size = TELEMETRY_BYTES
-            late = self._config.telemetry.age_s
-        else:
-            size = CONTROL_BYTES + len(message.tasks) * TASK_BYTES
-        arrival = self._network.from_server(server.name, size, self.agenda.now) + late
-        self._post(server.name, arrival, self._dispatch, message)
-
-    def _post(self, server: ServerName, arrival: Seconds, deliver: Callable[[Any], None], message: Any) -> None:
-        if not self._any_message_fault:
-            self.agenda.at(arrival, MESSAGE, deliver, message)
-            return
-        for at in self._message_faults[server].deliveries(arrival):
-            self.agenda.at(at, MESSAGE, deliver, message)
+            self._tasks += len(message.tasks)
+        self._mail.to_dispatcher(server.name, message, self._dispatch)
 
     # ---- telemetry and faults
 
@@ -339,22 +293,20 @@ class Simulation:
 
     def _change(self, change: FaultChange) -> None:
         fault = change.fault
-        server, messages = self.servers[fault.server], self._message_faults[fault.server]
-        kind = fault.kind
+        server, kind = self.servers[fault.server], fault.kind
         if kind == "recover":
-            messages.clear()
+            self._mail.recover(fault.server)
             server.slow(1.0)
             server.wake_up()
             server.restart()
         elif kind in MESSAGE_FAULTS:
-            messages.begin(fault) if change.begins else messages.end(kind)
+            self._mail.change(change)
         elif kind == "crash":
             server.crash() if change.begins else server.restart()
         elif kind == "hang":
             server.hang() if change.begins else server.wake_up()
         elif kind == "slow":
             server.slow(fault.factor if change.begins else 1.0)
-        self._any_message_fault = any(m.active for m in self._message_faults.values())
 
 
 def _builder(config: Config, name: ServerName, shape: ModelShape) -> Callable[[int], ServerScheduler]:

@@ -10,12 +10,6 @@ from collections.abc import Iterable
 from slim_scheduler.config import NetworkConfig
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
 
-# Sizes of what carries no tensor: a header of the transport and a few fields, and per task an id, item and times.
-CONTROL_BYTES: Bytes = 200
-TASK_BYTES: Bytes = 40
-TELEMETRY_BYTES: Bytes = 600
-LOGIT_BYTES: Bytes = 4
-
 
 class _Direction:
     __slots__ = ("free_at",)

@@ -28,8 +28,7 @@ from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.types import Batch, BatchId, InstanceId, ItemId, Seconds, ServerName, Width
 from slim_scheduler.sim.agenda import DEVICE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
-
-ToDispatcher = BatchReported | TasksReturned | ServerReported
+from slim_scheduler.sim.mail import ToDispatcher
 
 
 class Observer(Protocol):
