@@ -14,6 +14,7 @@ from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
     CancelTasks,
+    DispatcherCommand,
     DispatcherEvent,
     Reply,
     RequestArrived,
@@ -24,9 +25,11 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
+from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Block, ItemId, Joules, Request, RequestId, Seconds, ServerName
+from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.types import Block, Decision, ItemId, Joules, Request, RequestId, Seconds, ServerName
 from slim_scheduler.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
@@ -77,15 +80,23 @@ class Simulation:
     """A run that is stepped through event by event; `run` does all of it.
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
+    `router`, where given, is used instead of the one `router_name` names.
     """
 
     def __init__(
-        self, config: Config, router_name: str, seed: int, *, recorder: Observer, arrivals: Arrivals | None = None
+        self,
+        config: Config,
+        router_name: str,
+        seed: int,
+        *,
+        recorder: Observer,
+        arrivals: Arrivals | None = None,
+        router: Router | None = None,
     ) -> None:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
         self.agenda = Agenda()
-        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed)
+        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed, router=router)
         self.arrivals = generate(config.workload, seed, 1) if arrivals is None else arrivals
         self.done = False
         self._config = config
@@ -99,6 +110,9 @@ class Simulation:
         self._open = 0
         self._tasks = self._blocks = self._steps = 0
         self._wakes: set[Seconds] = set()
+        self._pauses = False
+        self._absorbed: DispatcherEvent | None = None
+        self._view: View | None = None
         self.servers: dict[ServerName, SimulatedServer] = {}
         for knobs in config.servers:
             device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown)
@@ -151,6 +165,29 @@ class Simulation:
                 progress(min(1.0, agenda.now / self._duration))
         return self.result()
 
+    def run_until_decision(self) -> View | None:
+        """Steps until a routing decision is due, and returns what the router sees; None when the run is over.
+
+        `decide` must follow. This is how an environment drives the run: the record is the same as `run`'s.
+        """
+        self._pauses = True
+        dispatcher, agenda = self.dispatcher, self.agenda
+        while not self.done:
+            if self._absorbed is None:
+                self.step()
+                continue
+            self._view = dispatcher.pending(agenda.now)
+            if self._view is not None:
+                return self._view
+            event, self._absorbed = self._absorbed, None
+            self._carry_out(event, dispatcher.finish(agenda.now))
+        return None
+
+    def decide(self) -> Decision:
+        """Takes the decision that is due: asks the router, which an environment hands in with its choice made."""
+        assert self._view is not None, "no decision is due; call run_until_decision first"
+        return self.dispatcher.decide(self._view)
+
     def result(self) -> SimulationResult:
         now = self.agenda.now
         return SimulationResult(
@@ -187,9 +224,14 @@ class Simulation:
     # ---- the dispatcher's side
 
     def _dispatch(self, event: DispatcherEvent) -> None:
-        now = self.agenda.now
-        commands = self.dispatcher.handle(event, now)
-        self._observe("dispatcher", now, event, commands)
+        if self._pauses:
+            self._absorbed = event
+            self.dispatcher.absorb(event, self.agenda.now)
+        else:
+            self._carry_out(event, self.dispatcher.handle(event, self.agenda.now))
+
+    def _carry_out(self, event: DispatcherEvent, commands: list[DispatcherCommand]) -> None:
+        self._observe("dispatcher", self.agenda.now, event, commands)
         perform = self._perform
         for command in commands:
             action = perform.get(type(command))  # others only go into the record
