@@ -26,7 +26,7 @@ class Admission:
         self._shape = shape
         self._max_waiting = max_waiting
         self._accuracy = accuracy
-        self._choices: dict[tuple[int, object], tuple[Width, ...]] = {}
+        self._choices: dict[tuple[int, tuple[Constraints, WidthTuple]], tuple[Width, ...]] = {}
         self._window_start: Seconds = 0.0
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
@@ -43,13 +43,12 @@ class Admission:
             return reason, max(least, min(most, waiting / self._rate if self._rate else most))
         return None
 
-    def widths(self, segment: int, bounds: object) -> tuple[Width, ...]:
+    def widths(self, segment: int, bounds: tuple[Constraints, WidthTuple] | None) -> tuple[Width, ...]:
         """The widths a decision may choose. `bounds` pairs the constraints with the widths that ran so far."""
         if bounds is None:
             return self._shape.widths
         found = self._choices.get((segment, bounds))
         if found is None:
-            assert isinstance(bounds, tuple)
             found = self._choices[segment, bounds] = self._resolve(segment, *bounds)
         return found
 

@@ -11,6 +11,7 @@ import msgspec
 from numpy.random import Generator
 
 from slim_scheduler.core.admission import AccuracyPrior, Admission
+from slim_scheduler.core.fifo import GlobalFifo, Key
 from slim_scheduler.core.fleet import Fleet, SentBlock
 from slim_scheduler.core.flight import ItemFlight, Ledger
 from slim_scheduler.core.messages import (
@@ -31,7 +32,6 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
-from slim_scheduler.core.queues import KeyedQueue
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.guarded import GuardedRouter
 from slim_scheduler.core.shape import ModelShape
@@ -46,15 +46,11 @@ from slim_scheduler.core.types import (
     ServerName,
     Task,
     TaskId,
-    Width,
 )
 
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 RETRIES_AT_START = 256.0  # so that a server lost early on can be made up for
 RETRIES_SAVED = 10_000.0  # the most that a long quiet time saves up
-
-# segment, previous width, home (where moving costs), constraints with the prefix they were resolved for
-Key = tuple[int, Width | None, ServerName | None, object]
 
 
 class DispatchLimits(msgspec.Struct, frozen=True):
@@ -92,17 +88,15 @@ class Dispatcher:
         self._ledger = Ledger()
         self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
         self._admission = Admission(shape, limits.max_waiting_items, accuracy)
-        self._queue: KeyedQueue[Key] = KeyedQueue()
-        self._waiting_per_segment = [0] * shape.segments
-        self._activation = shape.activation_bytes
-        self._activation_bytes = 0
+        self._fifo = GlobalFifo(
+            shape, self._ledger.items, limits.max_activation_bytes, limits.home_matters, limits.priority_aging
+        )
         self._deadlines: list[tuple[Seconds, RequestId]] = []
         self._held: tuple[Key, Decision, str] | None = None
         self._key_due: Key
         self._retry_tokens = RETRIES_AT_START
         self._all_down_since: Seconds | None = None
         self._wake_at = float("inf")
-        self._last_task = 0
         self._last_block = 0
         self._commands: list[DispatcherCommand] = []
 
@@ -114,7 +108,7 @@ class Dispatcher:
 
     @property
     def fifo_length(self) -> int:
-        return len(self._queue)
+        return len(self._fifo)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -155,10 +149,9 @@ class Dispatcher:
 
     def pending(self, now: Seconds) -> View | None:
         """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
-        queue, fleet = self._queue, self._fleet
-        while len(queue) and fleet.any_available():
-            full = self._activation_bytes >= self._limits.max_activation_bytes
-            key = queue.head(_is_first_segment if full else None)
+        fifo, fleet = self._fifo, self._fleet
+        while len(fifo) and fleet.any_available():
+            key = fifo.head()
             if key is None:
                 return None
             held, self._held = self._held, None
@@ -195,7 +188,7 @@ class Dispatcher:
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
-        refusal = self._admission.refuse(request, len(self._queue), now)
+        refusal = self._admission.refuse(request, len(self._fifo), now)
         if refusal is not None:
             self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
             return
@@ -203,37 +196,7 @@ class Dispatcher:
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.request_id))
         for flight in self._ledger.admit(request):
-            self._enqueue(flight, 0, now, now)
-
-    def _enqueue(self, flight: ItemFlight, segment: int, entered: Seconds, rank: Seconds) -> None:
-        request = flight.request.request
-        self._last_task += 1
-        previous_width = flight.widths[-1] if flight.widths else None
-        task = Task(
-            self._last_task,
-            flight.item,
-            segment,
-            previous_width,
-            flight.home,
-            entered,
-            request.deadline,
-            request.priority,
-        )
-        flight.task = task
-        flight.waiting = True
-        if request.priority:
-            rank += self._limits.priority_aging * request.priority
-        self._queue.push(self._key(flight, task), rank, task)
-        self._waiting_per_segment[segment] += 1
-
-    def _key(self, flight: ItemFlight, task: Task) -> Key:
-        constraints = flight.request.request.constraints
-        return (
-            task.segment,
-            task.previous_width,
-            task.home if self._limits.home_matters else None,
-            None if constraints is None else (constraints, flight.widths),
-        )
+            self._fifo.enter(flight, 0, now, now)
 
     # ---- routing
 
@@ -244,35 +207,27 @@ class Dispatcher:
         self._commands.append(RouterFellBack(reason, until))
 
     def _view(self, key: Key, now: Seconds) -> View:
-        oldest = self._queue.oldest(key)
+        fifo = self._fifo
+        oldest = fifo.oldest(key)
         head = Head(
             key[0],
             key[1],
             oldest.home,
-            self._queue.count(key),
+            fifo.count(key),
             now - oldest.entered,
             None if oldest.deadline is None else oldest.deadline - now,
             self._admission.widths(key[0], key[3]),
-            key[3][0] if isinstance(key[3], tuple) else None,
+            key[3][0] if key[3] is not None else None,
         )
-        return View(now, head, len(self._queue), self._waiting_per_segment, self._ledger.completed, self._fleet.views)
+        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
-        fifo_length = len(self._queue)
-        limit = min(decision.group, self._fleet.views[decision.server].credit)
-        tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
-        segment = key[0]
+        fifo_length = len(self._fifo)
+        tasks = self._fifo.take(key, min(decision.group, self._fleet.views[decision.server].credit))
+        segment, previous_width, _, bounds = key
+        exact = bounds is not None and bounds[0].widths is not None
         self._last_block += 1
-        bounds = key[3]
-        exact = isinstance(bounds, tuple) and bounds[0].widths is not None
-        block = Block(self._last_block, decision.server, segment, decision.width, key[1], exact, tasks, now)
-        self._waiting_per_segment[segment] -= len(tasks)
-        items = self._ledger.items
-        for task in tasks:
-            items[task.item].waiting = False
-        if segment == 0:  # room for what it will leave behind, at the widest it may run
-            for task in tasks:
-                self._hold(items[task.item], self._activation[0][-1])
+        block = Block(self._last_block, decision.server, segment, decision.width, previous_width, exact, tasks, now)
         self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router))
         self._commands.append(SendBlock(block))
 
@@ -303,9 +258,9 @@ class Dispatcher:
                     self._admission.completed(now)
                     self._end(flight, Outcome.ANSWERED, now)
                 else:
-                    self._hold(flight, self._activation[task.segment][self._shape.index(event.width)])
+                    self._fifo.left_behind(flight, task.segment, event.width)
                     rank = now if self._limits.reentry_back else flight.request.request.arrival
-                    self._enqueue(flight, task.segment + 1, now, rank)
+                    self._fifo.enter(flight, task.segment + 1, now, rank)
             if not sent.left:
                 self._commands.append(sent.finished(now))
         view = self._fleet.views.get(event.server)
@@ -355,26 +310,18 @@ class Dispatcher:
         home = self._fleet.views.get(flight.home) if flight.home is not None else None
         if task.segment == 0 or activation_lost or home is None or not home.up:
             flight.restart()
-            self._hold(flight, 0)
-            self._enqueue(flight, 0, task.entered, task.entered)
+            self._fifo.let_go(flight)
+            self._fifo.enter(flight, 0, task.entered, task.entered)
         else:
-            self._enqueue(flight, task.segment, task.entered, task.entered)
+            self._fifo.enter(flight, task.segment, task.entered, task.entered)
 
     def _end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> None:
-        task = flight.task
-        assert task is not None
         if flight.waiting:
-            self._queue.remove(self._key(flight, task), task.task_id)
-            self._waiting_per_segment[task.segment] -= 1
-        self._hold(flight, 0)
+            self._fifo.withdraw(flight)
+        self._fifo.let_go(flight)
         reply = self._ledger.end(flight, outcome, now, reason)
         if reply is not None:
             self._commands.append(reply)
-
-    def _hold(self, flight: ItemFlight, size: Bytes) -> None:
-        """Changes the activation bytes that an item occupies."""
-        self._activation_bytes += size - flight.held
-        flight.held = size
 
     # ---- deadlines, cancellation, time
 
@@ -452,11 +399,8 @@ class Dispatcher:
         requeued = sum(self._give_up(task_id, f"server {name} was lost ({reason})", now) for task_id in lost)
         for flight in [f for f in self._ledger.items.values() if f.waiting and f.home == name]:
             assert flight.task is not None
-            task = flight.task
-            self._queue.remove(self._key(flight, task), task.task_id)
-            self._waiting_per_segment[task.segment] -= 1
-            flight.waiting = False
-            self._retry(flight, task, f"server {name} held the activation ({reason})", now)
+            self._fifo.withdraw(flight)
+            self._retry(flight, flight.task, f"server {name} held the activation ({reason})", now)
             requeued += 1
         if lost:
             self._commands.append(CancelTasks(name, tuple(lost)))
@@ -470,17 +414,8 @@ class Dispatcher:
     def check_invariants(self) -> None:
         """For tests, after every event: conservation, one place per item, ledgers that agree."""
         self._ledger.check_invariants()
-        self._queue.check_invariants()
+        self._fifo.check_invariants()
         self._fleet.check_invariants()
-        waiting = {entry[2].task_id for _, entry in self._queue.entries()}
         for flight in self._ledger.items.values():
             assert flight.task is not None
-            assert (flight.task.task_id in waiting) == flight.waiting, "waiting flag"
             assert flight.waiting or self._fleet.server_of(flight.task.task_id), "an item that is nowhere"
-        assert len(waiting) == sum(f.waiting for f in self._ledger.items.values()), "a task without its item"
-        assert sum(self._waiting_per_segment) == len(self._queue), "waiting per segment"
-        assert self._activation_bytes == sum(f.held for f in self._ledger.items.values()) >= 0, "activation bytes"
-
-
-def _is_first_segment(key: Key) -> bool:
-    return key[0] == 0

@@ -1,0 +1,128 @@
+"""The global FIFO: every task that waits for a routing decision, and the activation bytes that waiting work holds.
+
+Owns the order, the keys and the bound on activations (segment 0 is held back while they are at their limit, a
+continuing task never is). What is decided about the head is the dispatcher's.
+"""
+
+from slim_scheduler.core.flight import ItemFlight
+from slim_scheduler.core.queues import KeyedQueue
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Bytes, Constraints, ItemId, Seconds, ServerName, Task, Width, WidthTuple
+
+# segment, previous width, home (where moving an activation costs), constraints with the widths they met so far
+Bounds = tuple[Constraints, WidthTuple] | None
+Key = tuple[int, Width | None, ServerName | None, Bounds]
+
+
+class GlobalFifo:
+    """Waiting tasks by key. `items` is the ledger's map of items in flight."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        items: dict[ItemId, ItemFlight],
+        max_activation_bytes: Bytes,
+        home_matters: bool,
+        priority_aging: Seconds,
+    ) -> None:
+        self._items = items
+        self._queue: KeyedQueue[Key] = KeyedQueue()
+        self.per_segment = [0] * shape.segments
+        self._activation = [dict(zip(shape.widths, row, strict=True)) for row in shape.activation_bytes]
+        self._reserve = max(shape.activation_bytes[0])
+        self._activation_bytes = 0
+        self._max_activation_bytes = max_activation_bytes
+        self._home_matters = home_matters
+        self._priority_aging = priority_aging
+        self._last_task = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enter(self, flight: ItemFlight, segment: int, entered: Seconds, rank: Seconds) -> None:
+        """Makes the item's next task and lets it wait. `rank` is its place before priorities."""
+        request = flight.request.request
+        self._last_task += 1
+        previous_width = flight.widths[-1] if flight.widths else None
+        task = Task(
+            self._last_task,
+            flight.item,
+            segment,
+            previous_width,
+            flight.home,
+            entered,
+            request.deadline,
+            request.priority,
+        )
+        flight.task = task
+        flight.waiting = True
+        if request.priority:
+            rank += self._priority_aging * request.priority
+        self._queue.push(self._key(flight, task), rank, task)
+        self.per_segment[segment] += 1
+
+    def withdraw(self, flight: ItemFlight) -> None:
+        """Takes out an item's waiting task."""
+        task = flight.task
+        assert task is not None
+        self._queue.remove(self._key(flight, task), task.task_id)
+        self.per_segment[task.segment] -= 1
+        flight.waiting = False
+
+    def head(self) -> Key | None:
+        """The oldest task's key, or None; continuing tasks only while activations are at their limit."""
+        full = self._activation_bytes >= self._max_activation_bytes
+        return self._queue.head(_is_first_segment if full else None)
+
+    def oldest(self, key: Key) -> Task:
+        return self._queue.oldest(key)
+
+    def count(self, key: Key) -> int:
+        return self._queue.count(key)
+
+    def take(self, key: Key, limit: int) -> tuple[Task, ...]:
+        """Removes the first tasks of a key, which are then on their way."""
+        tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
+        items = self._items
+        self.per_segment[key[0]] -= len(tasks)
+        for task in tasks:
+            items[task.item].waiting = False
+        if key[0] == 0:  # room for what it will leave behind, at the widest it may run
+            for task in tasks:
+                self._hold(items[task.item], self._reserve)
+        return tasks
+
+    def left_behind(self, flight: ItemFlight, segment: int, width: Width) -> None:
+        """A segment is done: its output is what the item now holds."""
+        self._hold(flight, self._activation[segment][width])
+
+    def let_go(self, flight: ItemFlight) -> None:
+        """The item holds no activation any more."""
+        self._hold(flight, 0)
+
+    def check_invariants(self) -> None:
+        self._queue.check_invariants()
+        waiting = {entry[2].task_id for _, entry in self._queue.entries()}
+        for flight in self._items.values():
+            assert flight.task is not None
+            assert (flight.task.task_id in waiting) == flight.waiting, "waiting flag"
+        assert len(waiting) == sum(f.waiting for f in self._items.values()), "a task without its item"
+        assert sum(self.per_segment) == len(self._queue), "waiting per segment"
+        assert self._activation_bytes == sum(f.held for f in self._items.values()) >= 0, "activation bytes"
+
+    def _key(self, flight: ItemFlight, task: Task) -> Key:
+        constraints = flight.request.request.constraints
+        return (
+            task.segment,
+            task.previous_width,
+            task.home if self._home_matters else None,
+            None if constraints is None else (constraints, flight.widths),
+        )
+
+    def _hold(self, flight: ItemFlight, size: Bytes) -> None:
+        self._activation_bytes += size - flight.held
+        flight.held = size
+
+
+def _is_first_segment(key: Key) -> bool:
+    return key[0] == 0
