@@ -212,6 +212,22 @@ def read_record(path: Path) -> Record:
     return Record(rows, info)
 
 
+def read_width_shares(path: Path) -> dict[int, dict[float, float]]:
+    """Share of the tasks of each segment that a run's decisions asked to run at each width, for `jsq@RUN`."""
+    blocks = read_record(path).of("BlockFinished")
+    tasks: dict[int, dict[float, float]] = {}
+    columns = (blocks[name].to_pylist() for name in ("segment", "requested_width", "size"))
+    for segment, width, size in zip(*columns, strict=True):
+        of_segment = tasks.setdefault(segment, {})
+        of_segment[width] = of_segment.get(width, 0.0) + size
+    if not tasks:
+        raise RecordError(f"record {path} has no finished block to take width shares from; run it longer")
+    return {
+        segment: {width: count / sum(by.values()) for width, count in sorted(by.items())}
+        for segment, by in sorted(tasks.items())
+    }
+
+
 def record_hash(record: Record | Path) -> str:
     """SHA-256 over every column's values: equal for equal records, however they were chunked or compressed."""
     rows = (record if isinstance(record, Record) else read_record(record)).rows

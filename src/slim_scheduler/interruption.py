@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM as a wish to stop: noticed between events, so that what was recorded stays whole.
+
+Simulated runs and their worker processes use it; the live loop has asyncio's own way, to which SIGTERM is led here.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interruption:
+    """Whether somebody asked to stop."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if so."""
+        if self.wanted:
+            raise KeyboardInterrupt
+
+    def _note(self, signal_number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+
+
+@contextmanager
+def deferred() -> Iterator[Interruption]:
+    """Within it, signals only set `wanted`; whoever loops calls `check` where stopping is safe."""
+    interruption = Interruption()
+    before = {s: signal.signal(s, interruption._note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within it, SIGTERM does what Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

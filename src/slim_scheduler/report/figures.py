@@ -1,0 +1,181 @@
+"""The figures of a report, drawn from records: latency, utilisation and queues, widths, accuracy against its price.
+
+Each function takes runs and gives a matplotlib figure that says by itself whether it is simulated or live and where
+energy comes from. Colours and sizes are `theme.py`'s.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+from slim_scheduler.record_columns import Floats, blocks_of, items_of, numbers, texts
+from slim_scheduler.report.measures import Estimate, aggregate
+from slim_scheduler.report.run_folder import RunFolder
+from slim_scheduler.report.theme import CARD, INK, SOFT, drawing, series, width_color
+
+Groups = Mapping[str, Sequence[RunFolder]]
+CURVE_POINTS = 300
+TIME_BINS = 60
+
+
+def latency_curves(groups: Groups) -> Figure:
+    """Share of the answered items that had their answer within a time, one curve per router."""
+    with drawing() as figure:
+        axes = figure.subplots()
+        _say_origin(axes, groups)
+        share = np.concatenate([np.linspace(0, 0.98, CURVE_POINTS), 1 - np.geomspace(0.02, 1e-4, CURVE_POINTS // 3)])
+        for i, (router, runs) in enumerate(groups.items()):
+            latency = np.concatenate([_latencies(run) for run in runs])
+            if len(latency):
+                color, dash = series(i)
+                axes.plot(np.quantile(latency, share) * 1000, share, color=color, ls=dash, label=router)
+        axes.set_xscale("log")
+        _plain_log(axes)
+        axes.set_xlabel("latency of an item, ms (logarithmic)")
+        axes.set_ylabel("items answered within")
+        axes.set_ylim(0, 1.005)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.legend(loc="lower right")
+    return figure
+
+
+def servers_over_time(run: RunFolder) -> Figure:
+    """Utilisation and queue of every server over one run, as the servers reported them."""
+    with drawing(height=4.3) as figure:
+        upper, lower = figure.subplots(2, sharex=True)
+        _say_origin(upper, {run.router: [run]})
+        reports = run.record.of("ServerReported")
+        names, at = texts(reports, "server"), numbers(reports, "time") - run.record.info.started_at
+        queue = _queue_lengths(reports)
+        for i, name in enumerate(sorted(set(names))):
+            color, dash = series(i)
+            mine = names == name
+            upper.plot(*_binned(at[mine], numbers(reports, "utilization")[mine]), color=color, ls=dash, label=name)
+            lower.plot(*_binned(at[mine], queue[mine]), color=color, ls=dash)
+        upper.set_ylabel("utilisation")
+        upper.set_ylim(0, 1.05)
+        upper.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        upper.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=6)
+        lower.set_ylabel("tasks waiting")
+        lower.set_ylim(bottom=0)
+        lower.set_xlabel("time, s")
+        _shade_warmup(run, upper, lower)
+    return figure
+
+
+def widths_over_time(run: RunFolder, served: Sequence[float]) -> Figure:
+    """Share of the tasks that ran at each of the served widths, over the time of their routing."""
+    with drawing() as figure:
+        axes = figure.subplots()
+        _say_origin(axes, {run.router: [run]})
+        blocks = blocks_of(run.record)
+        decided = blocks.decided[blocks.task_block] - run.record.info.started_at
+        last = np.array([float(name.rpartition("/")[2]) for name in blocks.ran_names], float)
+        widths = sorted(set(last))
+        colors = [width_color(served.index(width), len(served)) for width in widths]
+        edges = np.linspace(0, max(decided.max(initial=0.0), 1e-9), TIME_BINS // 2 + 1)
+        of_task = last[blocks.task_ran]
+        counts = np.array([np.histogram(decided[of_task == width], edges)[0] for width in widths], float)
+        if widths:
+            share = counts / np.maximum(counts.sum(axis=0), 1)
+            middle = (edges[1:] + edges[:-1]) / 2
+            labels = [f"width {width:g}" for width in widths]
+            axes.stackplot(middle, share, colors=colors, labels=labels, edgecolor=CARD, linewidth=0.8)
+            axes.set_xlim(middle[0], middle[-1])
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.0)
+        axes.set_ylim(0, 1)
+        axes.set_ylabel("share of tasks")
+        axes.set_xlabel("time, s")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return figure
+
+
+def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0) -> Figure | None:
+    """Accuracy over a price that is paid for it: one point per router, with 95 % intervals over its runs.
+
+    None where no router knows both.
+    """
+    points = []
+    for i, (router, runs) in enumerate(groups.items()):
+        estimates = aggregate([run.summary for run in runs])
+        accuracy, price = estimates.get("accuracy"), estimates.get(key)
+        if accuracy and price and accuracy.mean is not None and price.mean is not None:
+            points.append((i, router, accuracy, price))
+    if not points:
+        return None
+    with drawing() as figure:
+        axes = figure.subplots()
+        _say_origin(axes, groups)
+        for i, router, accuracy, price in points:
+            color = series(i)[0]
+            x, y = _value(price) * scale, _value(accuracy) * 100
+            bars: dict[str, Any] = {"xerr": _half(price, scale), "yerr": _half(accuracy, 100)}
+            axes.errorbar(x, y, **bars, fmt="o", ms=8, color=color, mec=CARD, mew=1.2, elinewidth=1.4, capsize=0)
+            axes.annotate(router, (x, y), (7, 5), textcoords="offset points", color=INK, fontsize=9)
+        prices = [_value(price) for *_, price in points]
+        if max(prices) > 8 * max(min(prices), 1e-12):
+            axes.set_xscale("log")
+            _plain_log(axes)
+        axes.margins(0.18, 0.15)
+        axes.set_xlabel(label)
+        axes.set_ylabel("accuracy, %")
+    return figure
+
+
+def _say_origin(axes: Axes, groups: Groups) -> None:
+    origins = dict.fromkeys(run.origin for runs in groups.values() for run in runs)
+    axes.set_title(" / ".join(origins), loc="right", fontsize=8, color=SOFT)
+
+
+def _latencies(run: RunFolder) -> Floats:
+    """Latencies of the measured, answered items of a run."""
+    items = items_of(run.record)
+    measured = items.arrival >= run.record.info.started_at + run.config.workload.warmup
+    return np.asarray((items.ended - items.arrival)[measured & items.answered])
+
+
+def _queue_lengths(reports: Any) -> Floats:
+    """Tasks waiting at the server, over all segments, per report."""
+    queues = reports["queue"].combine_chunks()
+    lengths = np.asarray(queues.value_lengths()).astype(np.int64)
+    report = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(report, queues.flatten().to_numpy(), minlength=len(lengths)).astype(float)
+
+
+def _binned(at: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Means over equal spans of time, so that a long run is a readable line. Unknown values are left out."""
+    at, values = at[~np.isnan(values)], values[~np.isnan(values)]
+    if len(at) <= TIME_BINS:
+        return at, values
+    place = np.minimum(((at - at[0]) / max(at[-1] - at[0], 1e-9) * TIME_BINS).astype(np.int64), TIME_BINS - 1)
+    count = np.bincount(place, minlength=TIME_BINS)
+    kept = count > 0
+    return tuple(np.bincount(place, column, TIME_BINS)[kept] / count[kept] for column in (at, values))  # type: ignore[return-value]
+
+
+def _shade_warmup(run: RunFolder, *many: Axes) -> None:
+    for axes in many:
+        axes.axvspan(0, run.config.workload.warmup, color=SOFT, alpha=0.1, lw=0)
+        axes.set_xlim(left=0)
+
+
+def _plain_log(axes: Axes) -> None:
+    """10, 100, 1,000 instead of powers; between decades also 2 and 5 where there are few."""
+    low, high = axes.get_xlim()
+    if high / max(low, 1e-12) < 300:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _value(estimate: Estimate) -> float:
+    assert estimate.mean is not None
+    return estimate.mean
+
+
+def _half(estimate: Estimate, scale: float) -> float | None:
+    return None if estimate.ci95 is None else estimate.ci95 * scale

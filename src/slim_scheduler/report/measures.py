@@ -1,0 +1,105 @@
+"""The measures that tables show: which key, under what title, in what unit, and which direction is better.
+
+The terminal's tables, the page's and a comparison's all read this list, so that a number looks the same everywhere.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from slim_scheduler.core.errors import RecordError
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One column. `key` is the summary's, nested keys joined by a dot; shown as value x scale with `unit`."""
+
+    key: str
+    title: str
+    unit: str = ""
+    scale: float = 1.0
+    digits: int = 1
+    better: Literal["low", "high"] | None = None
+
+    def show(self, value: float | None, spread: float | None = None) -> str:
+        if value is None:
+            return "–"
+        text = self._number(value)
+        return text if spread is None else f"{text} ± {self._number(spread)}"
+
+    def _number(self, value: float) -> str:
+        return f"{value * self.scale:,.{self.digits}f}"
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+
+MEASURES = (
+    Measure("accuracy", "accuracy", "%", 100, 2, "high"),
+    Measure("latency_s.mean", "latency mean", "ms", 1000, 1, "low"),
+    Measure("latency_s.sd", "sd", "ms", 1000, 1, "low"),
+    Measure("latency_s.p50", "p50", "ms", 1000, 1, "low"),
+    Measure("latency_s.p99", "p99", "ms", 1000, 1, "low"),
+    Measure("throughput_items_s", "throughput", "items/s", 1, 1, "high"),
+    Measure("slo_attainment", "in time", "%", 100, 1, "high"),
+    Measure("energy_per_item_j", "energy", "J/item", 1, 3, "low"),
+    Measure("block_latency_s.mean", "block latency", "ms", 1000, 1, "low"),
+    Measure("energy_block_j.mean", "block energy", "J", 1, 2, "low"),
+    Measure("utilization_variance.mean", "utilisation variance", "", 1, 4),
+    Measure("reward.mean", "reward", "per item", 1, 3, "high"),
+)
+
+# What fits a terminal.
+HEADLINE = tuple(
+    m
+    for m in MEASURES
+    if m.key not in ("latency_s.sd", "block_latency_s.mean", "energy_block_j.mean", "utilization_variance.mean")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over runs with the half-width of its 95 % interval; None where a run does not know, or one run alone."""
+
+    mean: float | None
+    ci95: float | None
+    runs: tuple[float | None, ...]
+
+
+def estimate(values: Sequence[float | None]) -> Estimate:
+    """Mean and 95 % interval by Student's t. Unknown in one run is unknown for all."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return Estimate(None, None, tuple(values))
+    if len(known) == 1:
+        return Estimate(known[0], None, tuple(values))
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(len(known) - 1, 0.975) * np.std(known, ddof=1) / np.sqrt(len(known)))
+    return Estimate(float(np.mean(known)), half, tuple(values))
+
+
+def flatten(summary: dict[str, Any], prefix: str = "") -> dict[str, float | None]:
+    """The numbers of a summary by dotted key; texts and truth values are no measures."""
+    flat: dict[str, float | None] = {}
+    for key, value in summary.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            flat[prefix + key] = value
+    return flat
+
+
+def aggregate(summaries: Iterable[dict[str, Any]]) -> dict[str, Estimate]:
+    """One estimate per key over the runs of one router. A width that a run never used has share 0 there."""
+    flats = [flatten(summary) for summary in summaries]
+    if not flats:
+        raise RecordError("no runs to compare; give at least one seed")
+    keys = list(dict.fromkeys(key for flat in flats for key in flat if key != "seed"))
+    return {
+        key: estimate([flat.get(key, 0.0 if key.startswith("width_share.") else None) for flat in flats])
+        for key in keys
+    }

@@ -1,0 +1,207 @@
+"""`report.html`: one file with everything in it, from the runs of one or several routers.
+
+No script, no outside request; light or dark as the reader's system is, readable on a phone. Numbers come from
+summaries, figures from records; nothing is computed here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from slim_scheduler.report import figures
+from slim_scheduler.report.comparison import Comparison
+from slim_scheduler.report.measures import MEASURES, Estimate, Measure
+from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router
+from slim_scheduler.report.theme import css_variables, inline_svg
+
+Groups = Mapping[str, Sequence[RunFolder]]
+LAG_LIMIT_S = 0.005  # 5-experiments.md, section 1: a later generator makes a live run invalid
+
+
+def write_report(runs: Sequence[RunFolder], path: Path, title: str = "Slim Scheduler report") -> None:
+    """Writes the page for some runs, grouped by router."""
+    groups = by_router(runs)
+    comparison = Comparison({router: [run.summary for run in of] for router, of in groups.items()})
+    body = "\n".join([*_head(groups, title), *_tables(groups, comparison), *_figures(groups), *_details(groups)])
+    css = files("slim_scheduler.report").joinpath("page.css").read_text()
+    light, dark = css_variables(dark=False), css_variables(dark=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>\n:root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}</style>\n"
+        f"</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(groups: Groups, title: str) -> Iterator[str]:
+    first = next(iter(groups.values()))[0]
+    workload, runs = first.config.workload, [run for of in groups.values() for run in of]
+    servers = ", ".join(
+        f"{s.name} ({s.device}{f', {s.slowdown:g} times as slow' if s.slowdown != 1 else ''})"
+        for s in first.config.servers
+    )
+    yield f"<h1>{escape(title)}</h1>"
+    yield (
+        f'<p class="soft">{_count(len(groups), "router")}, {_count(len(runs), "run")} · {workload.kind} arrivals, '
+        f"{workload.rate:g} items/s for {workload.duration_s:g} s, the first {workload.warmup:g} s not measured · "
+        f"data {escape(workload.data)} · servers {escape(servers)}</p>"
+    )
+    yield "".join(f'<span class="origin">{escape(origin)}</span>' for origin in dict.fromkeys(r.origin for r in runs))
+    yield from (f'<p class="note">{escape(note)}</p>' for note in _notes(runs))
+
+
+def _notes(runs: Sequence[RunFolder]) -> Iterator[str]:
+    """What a reader must know before believing the numbers."""
+    if any(run.summary["mode"] == "simulated" for run in runs):
+        yield "Simulated: devices and network behave as their profiles say, not as measured here."
+    if any("estimated" in run.summary["energy_source"] for run in runs):
+        yield "Energy is estimated from the devices' profiles, not metered: it proves nothing."
+    late = [run for run in runs if (run.summary["generator_lag_s"]["p99"] or 0.0) > LAG_LIMIT_S]
+    if late:
+        worst = max(run.summary["generator_lag_s"]["p99"] for run in late)
+        yield (
+            f"{_count(len(late), 'run')} of {len(runs)} had a load generator more than 5 ms late (p99 up to "
+            f"{1000 * worst:.1f} ms): those latencies are not valid."
+        )
+    stopped = sum(bool(run.summary["interrupted"]) for run in runs)
+    if stopped:
+        yield f"{_count(stopped, 'run')} of {len(runs)} was interrupted; the numbers are of what ran until then."
+    fallbacks = sum(run.summary["fallbacks"] for run in runs)
+    if fallbacks:
+        yield f"A router's decision was replaced by the fallback {_count(fallbacks, 'time')}."
+
+
+def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
+    origins = " / ".join(dict.fromkeys(run.origin for of in groups.values() for run in of))
+    several = max(len(of) for of in groups.values()) > 1
+    interval = ", mean ± half of the 95 % interval over seeds" if several else ""
+    widths = _widths(groups)
+    yield "<h2>Results</h2>"
+    yield f'<div class="wide" tabindex="0"><table><caption>{escape(origins)}{interval}</caption>'
+    yield _heading(["answered", "widths"])
+    for i, (router, of) in enumerate(groups.items()):
+        estimates = comparison.estimates[router]
+        completed, arrived = (sum(run.summary[f"items_{key}"] for run in of) for key in ("completed", "arrived"))
+        answered = f"<td>{completed:,} <small>of {arrived:,}</small></td>"
+        mix = f"<td>{_mix(estimates, widths)}</td>"
+        yield f"<tr>{_name(router, i)}{answered}{mix}{_cells(estimates, comparison.estimates)}</tr>"
+    yield "</tbody></table></div>"
+    yield (
+        '<div class="key soft">'
+        + "".join(
+            f'<span><i style="background:var(--{_ramp(i, len(widths))})"></i>width {escape(width)}</span>'
+            for i, width in enumerate(widths)
+        )
+        + "</div>"
+    )
+    if several and comparison.differences:
+        yield f"<h2>Difference to {escape(comparison.first)}</h2>"
+        yield f'<div class="wide" tabindex="0"><table><caption>{escape(origins)}, paired by seed: '
+        yield "same arrivals, same items; bold where the 95 % interval excludes zero</caption>"
+        yield _heading([])
+        for i, (router, differences) in enumerate(comparison.differences.items(), 1):
+            yield f"<tr>{_name(router, i)}{_cells(differences, None)}</tr>"
+        yield "</tbody></table></div>"
+
+
+def _widths(groups: Groups) -> list[str]:
+    """All widths that ran anywhere, ascending."""
+    return sorted({width for of in groups.values() for run in of for width in run.summary["width_share"]}, key=float)
+
+
+def _heading(extra: Sequence[str]) -> str:
+    titles = [f"<th>{title}</th>" for title in extra]
+    titles += [f"<th>{m.title}<small>{m.unit or '&nbsp;'}</small></th>" for m in MEASURES]
+    return f"<thead><tr><th>router</th>{''.join(titles)}</tr></thead><tbody>"
+
+
+def _name(router: str, i: int) -> str:
+    return f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(router)}</th>'
+
+
+def _cells(estimates: Mapping[str, Estimate], among: Mapping[str, Mapping[str, Estimate]] | None) -> str:
+    """One cell per measure; bold is the best among several routers, or without them a sure difference."""
+    cells = []
+    for measure in MEASURES:
+        value = estimates.get(measure.key, Estimate(None, None, ()))
+        text = escape(measure.show(value.mean))
+        if value.ci95 is not None:
+            text += f" <small>± {escape(measure.show(value.ci95))}</small>"
+        bold = _is_best(measure, value, among) if among else _is_sure(value)
+        cells.append(f'<td class="best">{text}</td>' if bold else f"<td>{text}</td>")
+    return "".join(cells)
+
+
+def _is_sure(value: Estimate) -> bool:
+    return value.mean is not None and value.ci95 is not None and abs(value.mean) > value.ci95
+
+
+def _is_best(measure: Measure, value: Estimate, among: Mapping[str, Mapping[str, Estimate]]) -> bool:
+    means = [of[measure.key].mean for of in among.values() if measure.key in of]
+    known = [mean for mean in means if mean is not None]
+    if measure.better is None or value.mean is None or len(set(known)) < 2:
+        return False
+    return value.mean == (min(known) if measure.better == "low" else max(known))
+
+
+def _mix(estimates: Mapping[str, Estimate], widths: Sequence[str]) -> str:
+    shares = [(estimates[f"width_share.{w}"].mean or 0.0) if f"width_share.{w}" in estimates else 0.0 for w in widths]
+    said = ", ".join(f"width {width}: {share:.0%}" for width, share in zip(widths, shares, strict=True))
+    bars = "".join(
+        f'<b style="flex:{share:.4f};background:var(--{_ramp(i, len(widths))})"></b>'
+        for i, share in enumerate(shares)
+        if share > 0
+    )
+    return f'<span class="mix" role="img" aria-label="{escape(said)}" title="{escape(said)}">{bars}</span>'
+
+
+def _ramp(i: int, widths: int) -> str:
+    return f"w{round(i * 3 / max(widths - 1, 1))}"
+
+
+def _figures(groups: Groups) -> Iterator[str]:
+    yield '<h2>Accuracy and its price</h2><div class="grid">'
+    caption = "How long an item takes from its intended arrival to its answer; the median is at 50 %."
+    yield _figure(figures.latency_curves(groups), "Latency distribution", caption)
+    for key, label, scale, title in (
+        ("latency_s.mean", "mean latency of an item, ms", 1000.0, "Accuracy against latency"),
+        ("latency_s.p99", "99th percentile of latency, ms", 1000.0, "Accuracy against tail latency"),
+        ("energy_per_item_j", "energy per answered item, J", 1.0, "Accuracy against energy"),
+    ):
+        drawn = figures.accuracy_against(groups, key, label, scale)
+        if drawn is not None:
+            yield _figure(drawn, title, "Up and to the left is better.")
+    yield "</div>"
+    yield "<h2>Servers over time</h2>"
+    yield '<p class="soft">The first seed of each router; the shaded start is not measured.</p>'
+    yield '<div class="grid">'
+    for router, runs in groups.items():
+        drawn = figures.servers_over_time(runs[0])
+        yield _figure(drawn, router, "How busy each server was, and how many tasks waited there.", "servers")
+    yield '</div><h2>Widths over time</h2><div class="grid">'
+    served = [float(width) for width in _widths(groups)]
+    for router, runs in groups.items():
+        yield _figure(figures.widths_over_time(runs[0], served), router, "The widths at which its tasks ran.", "widths")
+    yield "</div>"
+
+
+def _figure(figure: Figure, title: str, caption: str, kind: str = "") -> str:
+    salt = "f" + "".join(c if c.isalnum() else f"_{ord(c):x}" for c in kind + title)
+    svg = inline_svg(figure, f"{title}: {caption}", salt)
+    return f"<figure><figcaption><b>{escape(title)}</b>{escape(caption)}</figcaption>{svg}</figure>"
+
+
+def _details(groups: Groups) -> Iterator[str]:
+    first = next(iter(groups.values()))[0]
+    folders = "\n".join(str(run.path) for of in groups.values() for run in of)
+    machines = "\n".join(dict.fromkeys(run.record.info.machine for of in groups.values() for run in of))
+    yield f"<details><summary>Configuration, machine and folders of the runs</summary><pre>{escape(machines)}</pre>"
+    yield f"<pre>{escape((first.path / CONFIG).read_text())}</pre><pre>{escape(folders)}</pre></details>"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,82 @@
+"""A run's folder as the report reads it: `record.parquet`, `summary.json` and `config.toml`.
+
+Finds the runs below the folders it is given; what runs write there is `runs.py`'s.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slim_scheduler.config import Config, config_from
+from slim_scheduler.core.errors import RecordError
+from slim_scheduler.record import Record, read_record
+
+RECORD, SUMMARY, CONFIG = "record.parquet", "summary.json", "config.toml"
+
+
+class RunFolder:
+    """One finished (or interrupted) run. The record is read when a figure first asks for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.summary: dict[str, Any] = _read_json(path / SUMMARY)
+        try:
+            self.config: Config = config_from(tomllib.loads((path / CONFIG).read_text()))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"{path / CONFIG} cannot be read ({error}); run it again") from None
+
+    @cached_property
+    def record(self) -> Record:
+        return read_record(self.path)
+
+    @property
+    def router(self) -> str:
+        return str(self.summary["router"])
+
+    @property
+    def origin(self) -> str:
+        """What every table and figure must say: simulated or live, and where energy comes from."""
+        return origin(self.summary)
+
+
+def origin(summary: dict[str, Any]) -> str:
+    return f"{summary['mode']} · energy: {summary['energy_source']}"
+
+
+def find_runs(folders: Iterable[Path]) -> list[RunFolder]:
+    """All runs in and below some folders, in the order of their paths. Raises RecordError where there is none."""
+    runs: list[RunFolder] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecordError(f"{folder} is not a run's folder; write one with `slim simulate` or `slim bench`")
+        found = sorted(path.parent for path in folder.rglob(RECORD))
+        if not found:
+            read_record(folder)  # says what is missing
+        runs.extend(RunFolder(path) for path in found)
+    return runs
+
+
+def by_router(runs: Iterable[RunFolder]) -> dict[str, list[RunFolder]]:
+    """Runs grouped by router, in order of first appearance; live and simulated ones apart."""
+    runs = list(runs)
+    several = len({run.summary["mode"] for run in runs}) > 1
+    groups: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        name = f"{run.router} ({run.summary['mode']})" if several else run.router
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist; run it again") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} cannot be read ({error}); run it again") from None
+    if not isinstance(content, dict) or not {"router", "seed", "mode", "energy_source"} <= content.keys():
+        raise RecordError(f"{path} is not a run's summary; run it again")
+    return content
