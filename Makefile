@@ -1,0 +1,42 @@
+# From a fresh clone with Python >= 3.11 and nothing else: `make demo`, `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench accept clean
+
+demo: .venv/.installed
+	$(BIN)/slim demo
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+check: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.installed-dev
+	$(BIN)/python -m benchmarks
+
+# Too long for CI: soaks, repeated kills, many seeds.
+accept: .venv/.installed-dev
+	$(BIN)/python -m pytest -m accept --timeout 36000
+
+clean:
+	rm -rf .venv build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) --version); set PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv .venv
+
+# torch comes first and by exact version: any other requirement may pull several GB of CUDA packages.
+.venv/.installed: requirements.lock pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/.installed-dev: requirements-dev.lock .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	touch $@

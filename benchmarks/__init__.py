@@ -1,0 +1,1 @@
+"""Performance claims as code: each module's `run()` measures both sides in one process and run."""
