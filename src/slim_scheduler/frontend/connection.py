@@ -1,0 +1,129 @@
+"""One client's connection: uvicorn's HTTP protocol, with limits that it leaves to others.
+
+Adds what a hostile or vanished client makes necessary: a bound on everything that is not body (heads, chunk framing,
+trailers), deadlines for slow senders and readers, and cancelling an inference whose client is gone. The sweep over
+all connections runs once a second, so none of it costs a timer per request.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from slim_scheduler.frontend.limits import Limits
+
+MOST_HEADERS = 128
+SWEEP_S = 1.0
+
+
+class Connection(HttpToolsProtocol):
+    """Limits come from the class made by `connection_class`. `inference` is the task that the client waits for."""
+
+    limits = Limits()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inference: asyncio.Task[Any] | None = None
+        self.gone = False
+        self._since: float | None = None  # when the request now arriving began; None between requests
+        self._in_body = False
+        self._fed = 0
+        self._body_seen = 0
+        self._unread_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since = time.monotonic()
+        if len(self.connections) > self.limits.connections:
+            self._refuse(503, f"{self.limits.connections} connections are open; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
+        if self.inference is not None:
+            self.inference.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._fed += len(data)
+        super().data_received(data)
+        # Everything that is not body: an honest request has a short head, and chunks longer than their framing.
+        if self._fed - self._body_seen > self.limits.header_bytes + self._body_seen and not self.transport.is_closing():
+            self._refuse(431, f"the head or framing has over {self.limits.header_bytes} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._since = time.monotonic()
+        self._in_body = False
+        self.scope["slim.connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer must not pass for a header that was checked
+        if len(self.headers) >= MOST_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        head = self.limits.header_bytes
+        if self._fed > head and sum(len(name) + len(value) for name, value in self.headers) > head:
+            raise ValueError("the head is too long")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_seen += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._since = None
+        self._in_body = False
+        self._fed = self._body_seen = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "the request is not valid HTTP, or its head is too long")
+
+    def sweep(self, now: float) -> None:
+        """Ends the connection if its client has been too slow."""
+        if self._since is not None:
+            limit = self.limits.body_timeout_s if self._in_body else self.limits.head_timeout_s
+            if now - self._since > limit:
+                if self.inference is not None:
+                    self.inference.cancel()
+                self._refuse(408, f"the request did not arrive within {limit:g} s")
+                return
+        if self.transport.get_write_buffer_size():
+            if self._unread_since is None:
+                self._unread_since = now
+            elif now - self._unread_since > self.limits.write_timeout_s:
+                self.transport.abort()
+        else:
+            self._unread_since = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers without the application, and closes."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # in the middle of another answer there is no place for this one
+            return
+        body = msgspec.json.encode({"error": message})
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        if status == 503:
+            head += b"retry-after: 1\r\n"
+        self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
+        self.transport.close()
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """The protocol class of a listener; uvicorn makes one object per connection and passes it no limits."""
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+async def sweep_forever(connections: Any) -> None:
+    """Looks for slow clients once a second, until cancelled."""
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        now = time.monotonic()
+        for connection in list(connections):
+            connection.sweep(now)

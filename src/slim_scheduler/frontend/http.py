@@ -1,0 +1,169 @@
+"""The HTTP side: inference as raw ASGI, everything else handed to the routes.
+
+The hot path makes no request object and copies no body. Every request passes the guard first; every refusal becomes
+its status with `{"error": ...}`.
+"""
+
+import asyncio
+import logging
+import math
+import re
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
+from slim_scheduler.frontend.decode import decode_infer
+from slim_scheduler.frontend.encode import encode_answer
+from slim_scheduler.frontend.guard import Guard
+from slim_scheduler.frontend.limits import Limits
+from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.frontend.service import Service
+
+log = logging.getLogger(__name__)
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+HeaderList = list[tuple[bytes, bytes]]
+
+INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+JSON = (b"content-type", b"application/json")
+BINARY = (b"content-type", b"application/octet-stream")
+SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
+MOST_DIGITS = 18
+
+
+class HttpFront:
+    """The ASGI application of one listener."""
+
+    def __init__(self, service: Service, guard: Guard, limits: Limits, routes: App, inference: bool = True) -> None:
+        self._service = service
+        self._inference = inference
+        self._guard = guard
+        self._limits = limits
+        self._routes = routes
+        self._held = Held(limits.held_bytes)
+        self.responses: dict[int, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets; uvicorn's lifespan is off
+        headers = dict(scope["headers"])
+        path = scope["path"]
+        try:
+            if len(headers) < len(scope["headers"]):
+                _check_repeats(scope["headers"])
+            self._guard.check(path, scope["scheme"], headers)
+            if self._inference and path.startswith("/v2/models/"):
+                found = INFER.fullmatch(path)
+                if found is not None:
+                    if scope["method"] != "POST":
+                        raise Refusal(Kind.NO_METHOD, f"{quote(scope['method'])} is not for infer; use POST")
+                    await self._infer(found[1], found[2] or "", scope, headers, receive, send)
+                    return
+        except Refusal as refusal:
+            await self._refuse(refusal, headers, send)
+            return
+        except Disconnected:
+            return
+        except Exception:
+            log.exception("a defect of the server, in %s", path)
+            await self._refuse(Refusal(Kind.INTERNAL, "a defect of the server; its log says more"), headers, send)
+            return
+        await self._routes(scope, receive, send)
+
+    async def _infer(
+        self, name: str, version: str, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        connection = scope.get("slim.connection")
+        if connection is not None:
+            connection.inference = asyncio.current_task()
+        body = b""
+        held = 0
+        try:
+            served = self._service.repository.find(name, version)
+            limits = self._limits
+            declared = _length(headers, b"content-length")
+            body = await read_body(receive, declared, limits.body_bytes, self._held)
+            held = len(body)
+            encoding = headers.get(b"content-encoding", b"identity")
+            if encoding != b"identity":
+                body = await inflate(body, encoding.decode("latin-1").strip().lower(), limits.body_bytes)
+                self._held.take(len(body))
+                held += len(body)
+            json_length = _length(headers, b"inference-header-content-length")
+            call = decode_infer(body, json_length, served.card, limits)
+            answer = await self._service.infer(served, call)
+            reply, json_length = encode_answer(call, answer, served.card)
+        except asyncio.CancelledError:
+            if connection is not None and connection.gone:
+                return  # nobody is left to answer; the engine has dropped the work
+            raise
+        finally:
+            self._held.give(held)
+            if connection is not None:
+                connection.inference = None
+        fields: HeaderList
+        if json_length is None:
+            fields = [JSON]
+        else:
+            fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
+        if len(reply) >= SMALLEST_COMPRESSED:
+            reply = _compress(reply, headers, fields)
+        await self._reply(200, fields, reply, headers, send)
+
+    async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], send: Send) -> None:
+        fields: HeaderList = [JSON]
+        if refusal.kind is Kind.UNAVAILABLE:
+            fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
+        elif refusal.kind is Kind.UNAUTHENTICATED:
+            fields.append((b"www-authenticate", b"Bearer"))
+        elif refusal.kind is Kind.NO_METHOD:
+            fields.append((b"allow", b"POST"))
+        body = msgspec.json.encode({"error": refusal.message})
+        await self._reply(int(refusal.kind), fields, body, headers, send)
+
+    async def _reply(
+        self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes], send: Send
+    ) -> None:
+        self.responses[status] = self.responses.get(status, 0) + 1
+        fields.append((b"content-length", b"%d" % len(body)))
+        trace = headers.get(b"traceparent")
+        if trace is not None and TRACEPARENT.fullmatch(trace):
+            fields.append((b"traceparent", trace))
+        await send({"type": "http.response.start", "status": status, "headers": fields})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or len(text) > MOST_DIGITS:
+        raise invalid(f"{name.decode().title()} is {quote(text.decode('latin-1'))}; it must be a whole number")
+    return int(text)
+
+
+def _check_repeats(headers: HeaderList) -> None:
+    """Two different answers to one question are how requests are smuggled past a check."""
+    for name in (b"host", b"content-length", b"inference-header-content-length", b"authorization", b"origin"):
+        if sum(field == name for field, _ in headers) > 1:
+            raise invalid(f"the header {name.decode()} is given twice; send it once")
+
+
+def _compress(body: bytes, headers: dict[bytes, bytes], fields: HeaderList) -> bytes:
+    accepted = headers.get(b"accept-encoding", b"")
+    if b"gzip" in accepted:
+        fields.append((b"content-encoding", b"gzip"))
+        stream = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
+    elif b"deflate" in accepted:
+        fields.append((b"content-encoding", b"deflate"))
+        stream = zlib.compressobj(1)
+    else:
+        return body
+    return stream.compress(body) + stream.flush()

@@ -1,0 +1,27 @@
+"""How much of anything a client may send; checked before memory is taken for it."""
+
+import msgspec
+
+MIB = 1024 * 1024
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds on one request, one connection and the whole server.
+
+    Body sizes count after decompression. `json_bytes` bounds the JSON part: a number needs four times its text when
+    parsed, so text is held shorter than binary data. `held_bytes` bounds all bodies in memory together.
+    """
+
+    body_bytes: int = 64 * MIB
+    json_bytes: int = 16 * MIB
+    held_bytes: int = 512 * MIB
+    header_bytes: int = 64 * 1024
+    tensors: int = 16
+    rank: int = 8
+    elements: int = 16 * MIB
+    items: int = 4096
+    connections: int = 4096
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 30.0
