@@ -22,7 +22,7 @@ SERVER = {"name": "a", "device": "cpu"}
         ({"servers": [SERVER], "workload": {"warmup_s": 40}}, "workload.warmup_s is 40"),
         ({"servers": [SERVER], "workload": {"kind": "trace"}}, "workload.trace names no file"),
         ({"servers": [SERVER], "router": {"groups": []}}, "router.groups is empty"),
-        ({"servers": [SERVER], "faults": [{"server": "z", "at_s": 1, "kind": "crash"}]}, "z is not configured; there are a"),
+        ({"servers": [SERVER], "faults": [{"server": "z", "at_s": 1, "kind": "crash"}]}, "z is not configured; there"),
         ({"servers": [SERVER], "telemetry": {"period_s": 1.0}}, "heartbeat_timeout_s is 0.8; it must be"),
     ],
 )  # fmt: skip
