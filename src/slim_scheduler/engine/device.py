@@ -23,7 +23,7 @@ Rows = Sequence[tuple[Tensor, int]]
 
 
 class Device(Protocol):
-    """One CPU or GPU. `run` returns when the result is there; out of memory is `OutOfMemoryError`, whatever the kind."""
+    """One CPU or GPU. `run` returns when the result is there; out of memory is always `OutOfMemoryError`."""
 
     name: str
     memory_limit: Bytes

@@ -240,6 +240,10 @@ class SlimEngine:
         if not waiting.future.done():
             waiting.future.set_result(result)
 
+    def stop_recording(self) -> None:
+        """From here on nothing is recorded: a run was cut off, and what is in flight stays so in its record."""
+        self._host.recorder = NoRecorder()
+
     # ---- what programs and pages may read
 
     def now(self) -> Seconds:

@@ -66,7 +66,7 @@ class Host:
         self.servers = servers
         self.ledger = Ledger()
         self.clock = clock
-        self._recorder = recorder
+        self.recorder = recorder
         self._answered = answered
         self._timers = Timers(clock, self._fire)
         self._events: deque[tuple[ServerName, ServerEvent] | tuple[None, DispatcherEvent]] = deque()
@@ -122,7 +122,7 @@ class Host:
     def _step_dispatcher(self, event: DispatcherEvent) -> None:
         now = self.clock.now()
         commands = self.dispatcher.handle(event, now)
-        self._recorder.step(DISPATCHER, now, event, commands)
+        self.recorder.step(DISPATCHER, now, event, commands)
         for command in commands:
             match command:
                 case SendBlock(block):
@@ -141,7 +141,7 @@ class Host:
     def _step_server(self, server: LiveServer, event: ServerEvent) -> None:
         now = self.clock.now()
         commands = server.scheduler.handle(event, now)
-        self._recorder.step(server.name, now, event, commands)
+        self.recorder.step(server.name, now, event, commands)
         for command in commands:
             match command:
                 case StartBatch():

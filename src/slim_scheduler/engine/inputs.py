@@ -38,7 +38,7 @@ def as_batch(items: npt.NDArray[Any], shape: ModelShape, normalization: Normaliz
         raise InputError(f"items are a {type(items).__name__}; give a numpy array, (n, {_by(shape.item_shape)})")
     if items.ndim != len(shape.item_shape) + 1 or items.shape[1:] != shape.item_shape or not len(items):
         raise InputError(
-            f"items have shape ({_by(items.shape)}); {shape.name} takes (n, {_by(shape.item_shape)}) with n of at least 1"
+            f"items have shape ({_by(items.shape)}); {shape.name} takes (n, {_by(shape.item_shape)}), n at least 1"
         )
     if items.dtype == np.uint8:
         return torch.from_numpy(normalization.apply(items))

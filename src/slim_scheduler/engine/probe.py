@@ -164,7 +164,7 @@ class Integral:
 
 
 def open_probe(device: str, power: Curve | None, alone: bool) -> Probe:
-    """The best source there is. `alone`: no other server of this process runs on a CPU, so the package is this one's."""
+    """The best source there is. `alone`: no other server of this process runs on a CPU, so the meter is its own."""
     if device.startswith("cuda"):
         return _nvml_probe(device)
     if alone and (RAPL / "energy_uj").exists():

@@ -1,0 +1,47 @@
+"""One brain: what the machines decided live, fresh machines decide again from the record, to the last command."""
+
+import asyncio
+
+from slim_scheduler.core.messages import InstanceUnloaded, RequestCancelled
+from slim_scheduler.machines import build_dispatcher, build_server
+from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
+
+from .live import SHAPE, Watch, config_of, engine_of, images
+
+
+async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path):
+    config = config_of(
+        ({}, {"slowdown": 2.0, "max_batch": 8}, {"slowdown": 4.0, "idle_unload_s": 0.05}),
+        router={"name": "random", "fallback": "jsq:0.5", "groups": [1, 4, 16]},
+        telemetry={"period_s": 0.02},
+        dispatch={"max_waiting_items": 150},
+    )
+    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    watch = Watch()
+
+    class Both:
+        def step(self, machine, now, event, commands):
+            recorder.step(machine, now, event, commands)
+            watch.step(machine, now, event, commands)
+
+    async with engine_of(config, seed=7, recorder=Both()) as engine:
+        for burst in range(4):
+            futures = [
+                engine.submit(images(1 + i % 3), deadline_s=0.05 if i % 5 == 0 else None, priority=i % 2)
+                for i in range(60)
+            ]
+            for future in futures[burst::9]:
+                future.cancel()
+            await asyncio.gather(*futures, return_exceptions=True)
+        await watch.until(lambda _, message: isinstance(message, InstanceUnloaded))
+        live = engine.config
+    assert watch.seen(RequestCancelled)
+    recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router="random", seed=7))
+
+    machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
+    machines["dispatcher"] = build_dispatcher(live, SHAPE, "random", None, 7)
+    steps = 0
+    for machine, now, event, commands in replay_steps(read_record(tmp_path / "record.parquet")):
+        assert machines[machine].handle(event, now) == commands, f"step {steps}: {machine} at {now}: {event}"
+        steps += 1
+    assert steps == len(watch.steps) > 500
