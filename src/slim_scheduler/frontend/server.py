@@ -162,6 +162,7 @@ async def _listening(app: App, access: Access, port: int, limits: Limits) -> Asy
         lifespan="off",
         access_log=False,
         log_config=None,
+        proxy_headers=False,  # what a client says about its own address is not to be believed
         server_header=False,
         date_header=False,
         timeout_keep_alive=int(limits.idle_timeout_s),

@@ -1,0 +1,88 @@
+"""HTTP/1.1 as far as our clients need it: one request at a time on a kept connection, responses with a length.
+
+An asyncio protocol without streams, because a load generator must cost less than the server it measures.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from slim_scheduler.core.errors import SlimError
+
+
+class ConnectionLostError(SlimError):
+    """The server closed the connection before an answer was complete."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection. `send` takes whole requests; `open_for_more` says whether it can take another."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._length: int | None = None
+        self._answer: asyncio.Future[tuple[int, dict[str, str], bytes]] | None = None
+        self.open_for_more = False
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> "HttpConnection":
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+        return connection
+
+    async def send(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Sends a request; returns status, headers (lower case) and body. Raises ConnectionLostError."""
+        if self._transport is None or not self.open_for_more:
+            raise ConnectionLostError("the connection is closed")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+    def close(self) -> None:
+        self.open_for_more = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
+        self.open_for_more = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open_for_more = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionLostError(f"the server closed the connection: {exc or 'no reason'}"))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._length is None and not self._read_head():
+            return
+        assert self._length is not None
+        if len(self._buffer) < self._length:
+            return
+        body = bytes(self._buffer[: self._length])
+        del self._buffer[: self._length]
+        self._length = None
+        if self._headers.get("connection") == "close":
+            self.open_for_more = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((self._status, self._headers, body))
+
+    def _read_head(self) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        first, *rest = self._buffer[:end].decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        self._status = int(first.split(" ", 2)[1])
+        self._headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)
+        }
+        self._length = int(self._headers.get("content-length", 0))
+        return True
+
+
+def request_head(method: str, path: str, host: str, length: int, headers: Mapping[str, str] | None = None) -> bytes:
+    """The head of a request with a body of `length` bytes."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}", f"content-length: {length}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
