@@ -6,11 +6,13 @@ Simulated runs and their worker processes use it; the live loop has asyncio's ow
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop."""
+    """Whether somebody asked to stop. Whoever loops calls `check` where stopping is safe."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -20,15 +22,19 @@ class Interruption:
         if self.wanted:
             raise KeyboardInterrupt
 
-    def _note(self, signal_number: int, frame: FrameType | None) -> None:
+    def watch(self) -> dict[signal.Signals, Any]:
+        """From now on signals only note the wish. Returns the handlers they had."""
+        return {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def _note(self, *_: object) -> None:
         self.wanted = True
 
 
 @contextmanager
 def deferred() -> Iterator[Interruption]:
-    """Within it, signals only set `wanted`; whoever loops calls `check` where stopping is safe."""
+    """Within it, signals are noted and do nothing else."""
     interruption = Interruption()
-    before = {s: signal.signal(s, interruption._note) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = interruption.watch()
     try:
         yield interruption
     finally:

@@ -45,9 +45,9 @@ MEASURES = (
     Measure("latency_s.p99", "p99", "ms", 1000, 1, "low"),
     Measure("throughput_items_s", "throughput", "items/s", 1, 1, "high"),
     Measure("slo_attainment", "in time", "%", 100, 1, "high"),
-    Measure("energy_per_item_j", "energy", "J/item", 1, 3, "low"),
+    Measure("energy_per_item_j", "energy", "mJ/item", 1000, 1, "low"),
     Measure("block_latency_s.mean", "block latency", "ms", 1000, 1, "low"),
-    Measure("energy_block_j.mean", "block energy", "J", 1, 2, "low"),
+    Measure("energy_block_j.mean", "block energy", "J", 1, 3, "low"),
     Measure("utilization_variance.mean", "utilisation variance", "", 1, 4),
     Measure("reward.mean", "reward", "per item", 1, 3, "high"),
 )

@@ -170,7 +170,7 @@ def _figures(groups: Groups) -> Iterator[str]:
     for key, label, scale, title in (
         ("latency_s.mean", "mean latency of an item, ms", 1000.0, "Accuracy against latency"),
         ("latency_s.p99", "99th percentile of latency, ms", 1000.0, "Accuracy against tail latency"),
-        ("energy_per_item_j", "energy per answered item, J", 1.0, "Accuracy against energy"),
+        ("energy_per_item_j", "energy per answered item, mJ", 1000.0, "Accuracy against energy"),
     ):
         drawn = figures.accuracy_against(groups, key, label, scale)
         if drawn is not None:

@@ -1,0 +1,51 @@
+"""The command line, `slim`. Commands import what they need when they run: `slim --help` starts at once.
+
+Exit codes: 0 done, 2 bad input or configuration (one line on stderr), 130 interrupted (what was done is written).
+"""
+
+import sys
+from typing import Any, NoReturn
+
+import typer
+
+from slim_scheduler.cli import comparing, machine, model, running
+
+INTERRUPTED = 130
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="slim",
+    help="Serve one slimmable network at several widths on several unequal devices.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+comparing.add_demo(app)
+model.add(app)
+running.add(app)
+comparing.add(app)
+machine.add(app)
+
+
+# Typer brings its own copy of click, or uses the installed one, by version; this is the base of either's errors.
+UsageErrors: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def main() -> None:
+    """Entry point of `slim`: runs a command and turns errors of the user's making into one line."""
+    from slim_scheduler.core.errors import InputError
+
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        _stop(INTERRUPTED, "interrupted; what was done so far is written")
+    except UsageErrors as error:
+        _stop(BAD_INPUT, error.format_message())
+    except (InputError, OSError) as error:
+        _stop(BAD_INPUT, str(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _stop(code: int, message: str) -> NoReturn:
+    print(f"slim: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,123 @@
+"""`slim fit`, `slim accuracy`, `slim measure`: a network, what it gets right, and what it costs on a device."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slim_scheduler.cli.options import Json, Seed, examples
+from slim_scheduler.cli.terminal import console, print_json, progress
+
+if TYPE_CHECKING:
+    from slim_scheduler.model.fit import FitProgress
+    from slim_scheduler.model.training_state import EpochRecord
+
+ModelFolder = Annotated[Path, typer.Option("--model", "-m", help="Folder of a checkpoint, as `slim fit` writes it.")]
+Data = Annotated[str, typer.Option("--data", "-d", help="digits, a cifar-100-binary folder, or class folders.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda:N.")]
+
+
+def add(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "slim fit --preset digits --data digits --out models/my-digits",
+            "slim fit --preset cifar100 --data data/cifar-100-binary --out models/cifar100 --device cuda:0",
+        )
+    )(fit)
+    app.command(epilog=examples("slim accuracy --model models/digits --data digits --json"))(accuracy)
+    app.command(epilog=examples("slim measure --model models/digits --device cpu"))(measure)
+
+
+def fit(
+    data: Data,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder; an interrupted run there resumes.")],
+    preset: Annotated[str, typer.Option("--preset", "-p", help="digits, cifar100 or cifar100-lean.")] = "digits",
+    device: Device = "cpu",
+    epochs: Annotated[int | None, typer.Option("--epochs", help="Instead of the preset's.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="End on time instead of after epochs.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Trains a slimmable network, or resumes it."""
+    from slim_scheduler.model.fit import fit as train
+
+    with progress(f"training {preset}") as show:
+
+        def report(step: "FitProgress") -> None:
+            last = step.history[-1] if step.history else None
+            show(step.share, f"epoch {step.epoch:.1f}, loss {step.loss:.3f}" + (f", {_curve(last)}" if last else ""))
+
+        result = train(preset, data, out, seed=seed, device=device, epochs=epochs, minutes=minutes, progress=report)
+    if as_json:
+        import msgspec
+
+        print_json({"out": str(out), "seconds": result.seconds, "history": msgspec.to_builtins(result.history)})
+        return
+    console().print(f"trained in {result.seconds:.0f} s: {out}", soft_wrap=True)
+
+
+def accuracy(model: ModelFolder, data: Data, device: Device = "cpu", as_json: Json = False) -> None:
+    """Right or wrong per item for every width tuple."""
+    from slim_scheduler.model.accuracy import measure_folder
+
+    with progress("measuring accuracy") as show:
+        tables = measure_folder(
+            model, data, device=device, progress=lambda split, share: show(share, f"on {split} images")
+        )
+    test = tables["test"]
+    percentages = test.percentages()
+    if as_json:
+        print_json({"items": test.items, "top1": percentages})
+        return
+    from rich.table import Table
+
+    table = Table(title=f"top-1 on {test.items:,} test images of {test.data}", box=None, title_justify="left")
+    table.add_column("widths")
+    table.add_column("%", justify="right")
+    uniform = [(width,) * test.segments for width in test.widths]
+    for widths in dict.fromkeys([*uniform, min(test.tuples, key=test.top1), max(test.tuples, key=test.top1)]):
+        table.add_row("/".join(f"{w:g}" for w in widths), f"{100 * test.top1(widths):.2f}")
+    console().print(table)
+    console().print(f"all {len(test.tuples)} width tuples: {model / 'accuracy.parquet'}", soft_wrap=True)
+
+
+def measure(
+    model: ModelFolder,
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Profile; profiles/DEVICE-MODEL.json by default.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of the server.")] = 1,
+    busy: Annotated[int, typer.Option("--busy", min=0, help="Further servers that compute meanwhile.")] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Passes over all points; medians are kept.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """A device's profile: latency, memory and power."""
+    from slim_scheduler.core.profile import write_profile
+    from slim_scheduler.engine.measure import measure as take
+
+    with progress(f"measuring {device}") as show:
+        profile = take(
+            model, device, threads=threads, busy=busy, rounds=rounds, progress=lambda done, of: show(done / of)
+        )
+    path = out or Path("profiles") / f"{device.partition(':')[0]}-{profile.model}.json"
+    write_profile(profile, path)
+    if as_json:
+        print(path.read_text())
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{profile.model} on {profile.device}, ms per batch", box=None, title_justify="left")
+    table.add_column("segment")
+    table.add_column("width", justify="right")
+    for size in profile.batches:
+        table.add_column(f"batch {size}", justify="right")
+    for row in profile.latency_rows:
+        if row.previous_width in (None, row.width):
+            table.add_row(str(row.segment), f"{row.width:g}", *(f"{1000 * seconds:.2f}" for seconds in row.seconds))
+    console().print(table)
+    console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
+
+
+def _curve(last: "EpochRecord") -> str:
+    return ", ".join(f"{widths} {100 * share:.1f} %" for widths, share in last.top1.items())
