@@ -76,7 +76,9 @@ class ModelCard(msgspec.Struct, frozen=True):
         }
 
 
-def card_of(shape: ModelShape, labels: tuple[str, ...] = (), layout: Layout = "NCHW", max_items: int = 4096) -> ModelCard:
+def card_of(
+    shape: ModelShape, labels: tuple[str, ...] = (), layout: Layout = "NCHW", max_items: int = 4096
+) -> ModelCard:
     """The card of a network. A network whose items are not images keeps its own item shape."""
     item = shape.item_shape
     if layout == "NHWC" and len(item) == 3:

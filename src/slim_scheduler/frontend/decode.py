@@ -20,7 +20,7 @@ Parameters = dict[str, Parameter]
 Side = Annotated[int, Meta(ge=0, le=2**31)]
 Buffer = bytes | bytearray | memoryview
 
-DTYPES = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
+DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
 LONGEST_ID = 1024
 
 

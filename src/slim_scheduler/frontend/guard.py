@@ -41,7 +41,9 @@ class Access(msgspec.Struct, frozen=True):
         if self.client_ca and not self.certificate:
             raise ConfigError("--tls-client-ca asks clients for certificates, which needs --tls-cert and --tls-key")
         if self.token is not None and len(self.token) < 16:
-            raise ConfigError(f"the token has {len(self.token)} characters; give at least 16, such as `openssl rand -hex 16`")
+            raise ConfigError(
+                f"the token has {len(self.token)} characters; give at least 16, such as `openssl rand -hex 16`"
+            )
         if not is_loopback(self.host) and not (self.token or self.client_ca or self.insecure):
             raise ConfigError(
                 f"binding {self.host} opens the server to the network; give --token (or SLIM_TOKEN), "

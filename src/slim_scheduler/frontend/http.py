@@ -108,10 +108,8 @@ class HttpFront:
             self._held.give(held)
             if connection is not None:
                 connection.inference = None
-        fields: HeaderList
-        if json_length is None:
-            fields = [JSON]
-        else:
+        fields: HeaderList = [JSON]
+        if json_length is not None:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
         if len(reply) >= SMALLEST_COMPRESSED:
             reply = _compress(reply, headers, fields)

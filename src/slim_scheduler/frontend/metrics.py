@@ -97,7 +97,9 @@ def _decisions(served: list[Served]) -> Iterator[Metric]:
         "slim_decisions", "Routing decisions by head and choice.", labels=["model", "head", "choice"]
     )
     fallbacks = CounterMetricFamily(
-        "slim_router_fallbacks", "Decisions taken from the router: it failed, or was too slow.", labels=["model", "kind"]
+        "slim_router_fallbacks",
+        "Decisions taken from the router: it failed, or was too slow.",
+        labels=["model", "kind"],
     )
     blocks = HistogramMetricFamily(
         "slim_block_seconds",
@@ -172,7 +174,9 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
     tuples = CounterMetricFamily("slim_answered_items", "Answered items by width tuple.", labels=["model", "widths"])
     energy = CounterMetricFamily("slim_items_energy_joules", "Energy that answered items took.", labels=["model"])
     accuracy = GaugeMetricFamily(
-        "slim_expected_accuracy", "Mean accuracy that the answered items' widths were measured to have.", labels=["model"]
+        "slim_expected_accuracy",
+        "Mean accuracy that the answered items' widths were measured to have.",
+        labels=["model"],
     )
     for one in served:
         observer, model = one.observer, one.card.name

@@ -41,9 +41,7 @@ def document(served: list[Served], version: str) -> Schema:
         schemas[f"Infer_{card.name}"] = _infer_schema(card, floor)
         for prefix, parameters in _prefixes(card):
             paths[prefix] = _with(parameters, get=_get("Model metadata", "ModelMetadata", unknown=True))
-            paths[prefix + "/ready"] = _with(
-                parameters, get=_get("Whether the model is servable", "Ready", True, True)
-            )
+            paths[prefix + "/ready"] = _with(parameters, get=_get("Whether the model is servable", "Ready", True, True))
             paths[prefix + "/config"] = _with(parameters, get=_get("Model configuration", "Anything", unknown=True))
             paths[prefix + "/stats"] = _with(parameters, get=_get("Model statistics", "Statistics", unknown=True))
             paths[prefix + "/infer"] = _with(parameters, post=_infer(card))

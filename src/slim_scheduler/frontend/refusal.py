@@ -25,7 +25,7 @@ class Kind(IntEnum):
     UNAVAILABLE = 503
 
 
-class Refusal(SlimError):
+class Refusal(SlimError):  # noqa: N818 - an outcome with a status, as Reply is
     """A request that is turned down. `retry_after` is in seconds, None where waiting would not help."""
 
     def __init__(self, kind: Kind, message: str, retry_after: float | None = None) -> None:

@@ -33,7 +33,7 @@ from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
 
-Context = grpc.aio.ServicerContext
+Context = Any  # grpc.aio.ServicerContext; grpc has no types
 CODES = {
     Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
@@ -257,9 +257,7 @@ async def start_rpc(service: Service, access: Access, port: int, limits: Limits)
         ),
         maximum_concurrent_rpcs=limits.connections,
     )
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-        InferenceRpc(service, Guard(access), limits), server
-    )
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceRpc(service, Guard(access), limits), server)
     host = f"[{access.host}]" if ":" in access.host else access.host
     address = f"{host}:{port}"
     if access.certificate and access.key:

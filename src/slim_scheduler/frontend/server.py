@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -28,10 +29,13 @@ from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.live import Live
 from slim_scheduler.frontend.metrics import registry_of
 from slim_scheduler.frontend.observer import Observer
-from slim_scheduler.frontend.repository import Repository
+from slim_scheduler.frontend.repository import Build, Repository
 from slim_scheduler.frontend.routes import management_routes, public_routes
 from slim_scheduler.frontend.rpc import start_rpc
 from slim_scheduler.frontend.service import Service
+
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import SlimEngine
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +136,7 @@ def serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        async with running(
-            loaded, access, ports, limits=limits, layout=layout, seed=seed, grace_s=grace_s
-        ) as bound:
+        async with running(loaded, access, ports, limits=limits, layout=layout, seed=seed, grace_s=grace_s) as bound:
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             await stop.wait()
 
@@ -142,8 +144,8 @@ def serve(
         runner.run(main())
 
 
-def _builder(seed: int) -> "Callable[[Config, Observer], object]":
-    def build(config: Config, observer: Observer) -> object:
+def _builder(seed: int) -> Build:
+    def build(config: Config, observer: Observer) -> "SlimEngine":
         from slim_scheduler.engine.engine import SlimEngine  # torch takes seconds to import
 
         return SlimEngine.from_config(config, seed=seed, recorder=observer)
@@ -156,7 +158,7 @@ async def _listening(app: App, access: Access, port: int, limits: Limits) -> Asy
     """One HTTP listener; yields its port."""
     bound = _bind(access.host, port)
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         http=connection_class(limits),
         ws="none",
         lifespan="off",

@@ -5,6 +5,7 @@ knows no transport.
 """
 
 import asyncio
+import contextlib
 import time
 from enum import Enum
 from importlib.metadata import version as installed_version
@@ -91,8 +92,10 @@ class Service:
     @property
     def ready(self) -> bool:
         """Ready means that an inference sent now would be served."""
-        return self.state is State.SERVING and bool(self.repository.served) and all(
-            servable(served) for served in self.repository.served.values()
+        return (
+            self.state is State.SERVING
+            and bool(self.repository.served)
+            and all(servable(served) for served in self.repository.served.values())
         )
 
     def model_ready(self, name: str, version: str = "") -> bool:
@@ -107,10 +110,8 @@ class Service:
         """Refuses new work, waits for what is in flight, stops the engines. Takes at most about `grace_s`."""
         self.state = State.DRAINING
         began = time.monotonic()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            pass
         await self.repository.close(max(0.0, grace_s - (time.monotonic() - began)))
 
     # ---- documents
@@ -187,7 +188,9 @@ def _statistics(served: Served) -> dict[str, Any]:
     return {
         "name": served.card.name,
         "version": VERSION,
-        "last_inference": int((time.time() - time.monotonic() + observer.recent[-1][0]) * 1e3) if observer.recent else 0,
+        "last_inference": int((time.time() - time.monotonic() + observer.recent[-1][0]) * 1e3)
+        if observer.recent
+        else 0,
         "inference_count": items["answered"],
         "execution_count": sum(sum(h.buckets) for h in observer.batch_size.values()),
         "inference_stats": {

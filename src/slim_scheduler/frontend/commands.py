@@ -1,0 +1,131 @@
+"""`slim serve` and `slim load`, registered on the command line's app.
+
+Only names and options are here; what they do is imported when they run, so that `slim --help` starts at once.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HTTP_PORT = 8000
+GRPC_PORT = 8001
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the app."""
+    app.command()(serve)
+    app.command()(load)
+
+
+def serve(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The servers, the model and the router, a TOML file.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(min=-1, max=65535, help="gRPC port; -1 for none.")] = GRPC_PORT,
+    management_port: Annotated[
+        int, typer.Option(min=-1, max=65535, help="Load, unload and policy, on loopback only; -1 for none.")
+    ] = -1,
+    token: Annotated[str | None, typer.Option(help="What clients must send; better in SLIM_TOKEN.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of this server, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A Host name that is served; repeatable.")] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="An Origin that may ask; repeatable.")] = None,
+    layout: Annotated[str, typer.Option(help="Order of an image's axes: NCHW or NHWC.")] = "NCHW",
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that SIGTERM leaves to requests in flight.")] = 30.0,
+    router: Annotated[str | None, typer.Option("--router", "-r", help="Router; the file's by default.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything left to chance.")] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; repeatable.")
+    ] = None,
+) -> None:
+    """The server: Open Inference Protocol over HTTP and gRPC, metrics, and the live page at /."""
+    from slim_scheduler.config import load_config
+    from slim_scheduler.core.errors import ConfigError
+    from slim_scheduler.frontend.server import serve as run
+
+    if layout not in ("NCHW", "NHWC"):
+        raise ConfigError(f"layout {layout} is not known; give NCHW or NHWC")
+    chosen = [*(overrides or ()), *([f"router.name={router}"] if router else ())]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    run(
+        load_config(config, tuple(chosen)),
+        host,
+        port,
+        None if grpc_port < 0 else grpc_port,
+        token,
+        insecure,
+        management_port=None if management_port < 0 else management_port,
+        allow_hosts=tuple(allow_host or ()),
+        allow_origins=tuple(allow_origin or ()),
+        certificate=str(tls_cert) if tls_cert else None,
+        key=str(tls_key) if tls_key else None,
+        client_ca=str(tls_client_ca) if tls_client_ca else None,
+        layout=layout,  # type: ignore[arg-type]
+        seed=seed,
+        grace_s=grace_s,
+        announce=lambda line: print(line, flush=True),
+    )
+
+
+def load(
+    url: Annotated[str, typer.Option(help="http://HOST:PORT or grpc://HOST:PORT.")] = f"http://127.0.0.1:{HTTP_PORT}",
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second, Poisson.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Closed loop: requests at the same time.")] = None,
+    duration: Annotated[float, typer.Option(help="Seconds that are measured.")] = 10.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before that.")] = 1.0,
+    items: Annotated[int, typer.Option(min=1, help="Images per request.")] = 1,
+    uint8: Annotated[bool, typer.Option("--uint8", help="Send pixels instead of normalised floats.")] = False,
+    model: Annotated[str | None, typer.Option(help="Model; the server's first by default.")] = None,
+    deadline_ms: Annotated[float | None, typer.Option(help="Deadline of each request; counts for goodput.")] = None,
+    accuracy_floor: Annotated[float | None, typer.Option(help="Least expected accuracy, 0 to 1.")] = None,
+    width: Annotated[float | None, typer.Option(help="One width for all segments.")] = None,
+    connections: Annotated[int, typer.Option(min=1, help="Most connections in open loop.")] = 256,
+    token: Annotated[str | None, typer.Option(help="The server's token; better in SLIM_TOKEN.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals and inputs.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File for the JSON result.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Load on a running server, open loop (--rate) or closed loop (--concurrency)."""
+    import msgspec
+
+    from slim_scheduler.client import Constraints
+    from slim_scheduler.frontend.guard import token_from_environment
+    from slim_scheduler.load import load as run
+
+    constraints = Constraints(deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, width=width)
+    print(f"load on {url} for {warmup + duration:g} s ...", file=sys.stderr, flush=True)
+    result = run(
+        url,
+        rate,
+        concurrency,
+        duration,
+        model=model,
+        items=items,
+        datatype="UINT8" if uint8 else "FP32",
+        constraints=constraints,
+        token=token_from_environment(token),
+        connections=connections,
+        warmup=warmup,
+        seed=seed,
+    )
+    document = msgspec.to_builtins(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(document, indent=1))
+        return
+    latency = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in result.latency_s.items() if name != "sd")
+    print(f"{result.sent} requests in {result.duration_s:.1f} s: {result.answered} answered, {result.refused} refused, "
+          f"{result.errors} errors")  # fmt: skip
+    print(f"throughput {result.throughput_items_s:.1f} items/s, goodput {result.goodput_items_s:.1f} items/s")
+    print(f"latency (ms): {latency or 'none answered'}")
+    if not result.valid:
+        lag = result.generator_lag_s["p99"] * 1e3
+        print(f"not valid: the generator itself was {lag:.1f} ms late (p99); use a lower rate or another machine")
