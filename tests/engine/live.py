@@ -31,6 +31,7 @@ def tiny_network(seed: int = 0) -> SlimResNet:
     return SlimResNet(architecture, "tiny").eval().requires_grad_(False)
 
 
+torch.set_num_threads(1)  # as the engine's own threads: more would fight them for the cores
 NETWORK = tiny_network()
 SHAPE = shape_of(NETWORK)
 

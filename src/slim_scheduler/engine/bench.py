@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import selectors
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,7 +144,7 @@ class _Bench:
             future = engine.submit(self._items[samples], deadline_s=deadline, arrival=self._started + time)
             waiting.add(future)
             future.add_done_callback(waiting.discard)
-            future.add_done_callback(lambda done, first=first: self._note(first, done))
+            future.add_done_callback(partial(self._note, first))
         return waiting
 
     def _note(self, first: ItemId, done: "asyncio.Future[InferenceResult]") -> None:

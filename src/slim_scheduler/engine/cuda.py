@@ -107,7 +107,7 @@ class CudaDevice:
     @contextmanager
     def thread(self) -> Iterator[None]:
         torch.cuda.set_device(self._device)
-        self._local.stream = torch.cuda.Stream(self._device)
+        self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         staging = (self._buckets[-1], *self._shape.item_shape)
         self._local.staging = torch.empty(staging, pin_memory=True)
         with torch.cuda.stream(self._local.stream), torch.inference_mode():

@@ -102,7 +102,9 @@ class CpuDevice:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        # OpenMP and MKL keep the number per calling thread, so servers in one process can differ (docs/decisions.md).
+        # OpenMP and MKL keep the number per calling thread, so servers in one process can differ. But a thread's first
+        # parallel operation sets it to what any thread set last, unless asking for it has done so before.
+        torch.get_num_threads()
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             yield

@@ -25,7 +25,7 @@ def cores() -> int:
 def versions(device: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
     if device.startswith("cuda"):
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
     return found
 
 

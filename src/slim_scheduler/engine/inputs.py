@@ -27,9 +27,9 @@ class Normalization(NamedTuple):
     def apply(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         """uint8 (batch, channels, ...) -> float32, normalised."""
         per_channel = (1, -1, *(1,) * (pixels.ndim - 2))
-        scale = np.reshape(1 / (255 * np.array(self.std, np.float32)), per_channel)
-        shift = np.reshape(np.array(self.mean, np.float32) / np.array(self.std, np.float32), per_channel)
-        return pixels * scale.astype(np.float32) - shift
+        mean = np.array(self.mean, np.float32).reshape(per_channel)
+        std = np.array(self.std, np.float32).reshape(per_channel)
+        return np.asarray(pixels * (1 / (255 * std)) - mean / std, np.float32)
 
 
 def as_batch(items: npt.NDArray[Any], shape: ModelShape, normalization: Normalization) -> Tensor:

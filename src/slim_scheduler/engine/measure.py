@@ -238,7 +238,7 @@ async def _crowded(
     async def churn(other: _Bench, seed: int) -> None:
         rng = np.random.default_rng(seed)
         while True:
-            await other.run(points[rng.integers(len(points))])
+            await other.run(points[int(rng.integers(len(points)))])
 
     for other in others:
         other.start()

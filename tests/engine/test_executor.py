@@ -1,0 +1,137 @@
+"""Execution threads: own thread settings, waits that use no CPU, and errors that never kill a thread."""
+
+import asyncio
+import threading
+import time
+
+import torch
+
+from slim_scheduler.core.messages import LoadInstance
+from slim_scheduler.core.types import Batch, Task
+from slim_scheduler.engine.device import CpuDevice
+from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
+
+from .live import NETWORK, SHAPE, images
+
+AMPLE = 1 << 30
+
+
+def batch_job(items: torch.Tensor, instance: int = 1) -> BatchJob:
+    tasks = [Task(i, i, 0, None, None, 0.0, None, 0) for i in range(len(items))]
+    batch = Batch(1, instance, 0, 1.0, 1.0, None, tuple(tasks), 0.0)
+    return BatchJob(batch, tasks, [(items, row) for row in range(len(items))], to_host=False)
+
+
+class Desk:
+    """An executor whose jobs can be awaited."""
+
+    def __init__(self, concurrency: int = 1, slowdown: float = 1.0) -> None:
+        self.executor = Executor("a", CpuDevice(NETWORK, SHAPE, 1, AMPLE), concurrency, slowdown, self._finished)
+        self._waiting: dict[int, asyncio.Future[Job]] = {}
+
+    async def __aenter__(self) -> "Desk":
+        self.executor.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.executor.stop()
+
+    def submit(self, job: Job) -> "asyncio.Future[Job]":
+        future = self._waiting[id(job)] = asyncio.get_running_loop().create_future()
+        self.executor.submit(job)
+        return future
+
+    def _finished(self, name: str, job: Job) -> None:
+        self._waiting.pop(id(job)).set_result(job)
+
+
+def test_cpu_threads_are_set_per_execution_thread():
+    seen: dict[int, int] = {}
+    together = threading.Barrier(2, timeout=20)
+
+    def work(threads: int) -> None:
+        with CpuDevice(NETWORK, SHAPE, threads, AMPLE).thread():
+            together.wait()
+            seen[threads] = torch.get_num_threads()
+            together.wait()
+
+    before = torch.get_num_threads()
+    workers = [threading.Thread(target=work, args=(threads,)) for threads in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert seen == {1: 1, 2: 2}
+    assert torch.get_num_threads() == before
+
+
+async def test_a_slow_server_takes_its_time_without_using_the_cpu():
+    factor = 20.0
+    items = torch.from_numpy(images(32))
+    async with Desk(slowdown=factor) as desk:
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        cpu = time.process_time()
+        begin = time.perf_counter()
+        job = await desk.submit(batch_job(items))
+        waited, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    assert job.seconds <= waited
+    assert cpu < waited / 2
+
+
+async def test_an_error_becomes_part_of_the_job_and_the_thread_goes_on():
+    async with Desk() as desk:
+        missing = await desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape), instance=9))
+        assert isinstance(missing.error, KeyError)
+        assert not missing.out_of_memory
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        wrong = await desk.submit(batch_job(torch.zeros(1, 5, 8, 8)))
+        assert isinstance(wrong.error, RuntimeError)
+        right = await desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape)))
+        assert right.error is None
+        assert right.output.shape == (1, *NETWORK.activation_shape(0, 1.0))
+
+
+async def test_a_batch_nobody_waits_for_costs_nothing():
+    async with Desk() as desk:
+        empty = batch_job(torch.zeros(1, *SHAPE.item_shape))
+        empty.tasks, empty.rows = [], []
+        job = await desk.submit(empty)
+        assert job.error is None
+        assert job.output is None
+
+
+async def test_as_many_batches_at_once_as_configured():
+    both_inside = threading.Barrier(2, timeout=20)
+
+    class Meeting(CpuDevice):
+        def run(self, instance, rows, previous_width):
+            both_inside.wait()  # passes only if two threads are in here
+            return super().run(instance, rows, previous_width)
+
+    desk = Desk(concurrency=2)
+    desk.executor.device = Meeting(NETWORK, SHAPE, 1, AMPLE)
+    async with desk:
+        await asyncio.gather(*[desk.submit(LoadJob(LoadInstance(i, 0, 1.0, 0))) for i in (1, 2)])
+        x = torch.zeros(1, *SHAPE.item_shape)
+        jobs = await asyncio.gather(*[desk.submit(batch_job(x, instance=i)) for i in (1, 2)])
+    assert [job.error for job in jobs] == [None, None]
+
+
+async def test_loads_do_not_wait_for_a_running_batch():
+    loaded = threading.Event()
+
+    class LongBatch(CpuDevice):
+        def run(self, instance, rows, previous_width):
+            assert loaded.wait(20), "the second instance should have been loaded meanwhile"
+            return super().run(instance, rows, previous_width)
+
+    desk = Desk()
+    desk.executor.device = LongBatch(NETWORK, SHAPE, 1, AMPLE)
+    async with desk:
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        batch = desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape)))
+        await desk.submit(LoadJob(LoadInstance(2, 1, 0.5, 0)))
+        loaded.set()
+        assert (await batch).error is None
+        assert (await desk.submit(UnloadJob(2))).error is None
+        assert desk.executor.instances == 1

@@ -1,0 +1,32 @@
+"""A measured profile is complete, readable and plausible, and comes from the executor that serves."""
+
+from slim_scheduler.core.profile import LatencyTable, read_profile, write_profile
+from slim_scheduler.engine.hardware import device_name
+from slim_scheduler.engine.measure import measure_model
+
+from .live import NETWORK, SHAPE
+
+
+async def test_profile_has_every_piece_at_every_batch_size(tmp_path):
+    seen: list[tuple[int, int]] = []
+    profile = await measure_model(
+        NETWORK, "cpu", batches=(1, 4), busy=1, rounds=1, progress=lambda done, of: seen.append((done, of))
+    )
+    write_profile(profile, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
+
+    assert profile.model == "tiny"
+    assert profile.source == "measured"
+    assert profile.device == device_name("cpu")
+    assert profile.versions["torch"]
+    latency = LatencyTable(profile, 8)
+    for segment in range(SHAPE.segments):
+        for previous in SHAPE.widths if segment else (None,):
+            for width in SHAPE.widths:
+                assert 0 < latency.seconds(segment, previous, width, 1) < 5
+                assert 0 < latency.seconds(segment, previous, width, 8) < 5
+    assert 0 < profile.load_time(max(SHAPE.weight_bytes[3])) < 5
+    assert profile.slowdown(0.0) == 1.0 <= profile.slowdown(1.0)
+    assert profile.power_source in ("estimated", "counter")
+    points = len(profile.latency_rows) * 2
+    assert seen == [(done, 2 * points) for done in range(1, 2 * points + 1)]
