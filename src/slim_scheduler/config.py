@@ -93,11 +93,14 @@ class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`sample`: a learned router draws from its policy instead of taking each head's argmax."""
+
     name: str = "random"
     groups: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     fallback: str = "cost-model:0.5"
     slow_ms: float = 20.0
     probe_s: float = 1.0
+    sample: bool = False
 
 
 class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,6 +146,47 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["full", "blocks", "summary"] = "blocks"
 
 
+class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
+
+    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look `horizon_s` ahead, in seconds, because decisions
+    are not evenly spaced. `accuracy`: a last segment's accuracy is its tuple's measured share of right answers, or each
+    item's own outcome (the same mean, noisier). `loads` are factors on the workload's rate, drawn per episode;
+    `servers` is how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times
+    slower; the rate follows their capacity. `warm_start` names a heuristic that is imitated first. An episode is cut
+    after `episode_rollouts` rollouts of `rollout_decisions`.
+    """
+
+    observation: Literal["paper", "extended"] = "extended"
+    hidden: int = 64
+    decisions: int = 600_000
+    workers: int = 2
+    rollout_decisions: int = 2048
+    episode_rollouts: int = 4
+    epochs: int = 3
+    minibatch: int = 1024
+    learning_rate: float = 1e-3
+    learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip_coef: float = 0.2
+    value_coef: float = 0.5
+    entropy_coef: float = 0.003
+    max_grad_norm: float = 0.5
+    epsilon_max: float = 0.1
+    epsilon_min: float = 0.0
+    epsilon_decisions: int | None = None
+    returns: Literal["one-step", "n-step", "gae"] = "gae"
+    horizon_s: float = 0.5
+    gae_lambda: float = 0.95
+    reward_weight: Literal["tasks", "block"] = "tasks"
+    accuracy: Literal["expected", "outcomes"] = "expected"
+    loads: tuple[float, float] = (1.0, 1.0)
+    servers: tuple[int, int] | None = None
+    slowdown: float = 1.0
+    warm_start: str = ""
+    warm_start_decisions: int = 40_000
+    checkpoint_updates: int = 8
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything a run needs; `base` is the folder relative paths start from."""
 
@@ -156,6 +200,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: WorkloadConfig = WorkloadConfig()
     reward: RewardConfig = RewardConfig()
     record: RecordConfig = RecordConfig()
+    training: TrainingConfig = TrainingConfig()
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
@@ -265,12 +310,37 @@ def _check(config: Config) -> None:
             f"workload.warmup_s is {config.workload.warmup:g}; it must be from 0 to below duration_s "
             f"({config.workload.duration_s:g})"
         )
+    _check_training(config)
     if config.workload.kind == "trace" and not config.workload.trace:
         raise ConfigError("workload.kind is trace but workload.trace names no file")
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
         _not_negative("faults.at_s", fault.at_s)
+
+
+def _check_training(config: Config) -> None:
+    training = config.training
+    for field in ("hidden", "decisions", "workers", "rollout_decisions", "episode_rollouts", "epochs", "minibatch"):
+        _positive(f"training.{field}", getattr(training, field))
+    for field in ("learning_rate", "clip_coef", "max_grad_norm", "horizon_s", "checkpoint_updates"):
+        _positive(f"training.{field}", getattr(training, field))
+    for field in ("value_coef", "entropy_coef", "epsilon_min", "warm_start_decisions"):
+        _not_negative(f"training.{field}", getattr(training, field))
+    for field in ("epsilon_min", "epsilon_max", "gae_lambda"):
+        if not 0 <= getattr(training, field) <= 1:
+            raise ConfigError(f"training.{field} is {getattr(training, field):g}; it must be from 0 to 1")
+    low, high = training.loads
+    if not 0 < low <= high:
+        raise ConfigError(f"training.loads is {low:g} to {high:g}; the first must be above 0 and not above the second")
+    if training.slowdown < 1:
+        raise ConfigError(f"training.slowdown is {training.slowdown:g}; it must be 1 or more")
+    if training.servers is not None:
+        fewest, most = training.servers
+        if not 1 <= fewest <= most:
+            raise ConfigError(f"training.servers is {fewest} to {most}; the first must be at least 1")
+        if training.observation == "paper":
+            raise ConfigError("training.servers needs observation extended: paper has a fixed number of servers")
 
 
 def _positive(name: str, value: float) -> None:

@@ -30,7 +30,7 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
-ROUTER_NAMES = "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W"
+ROUTER_NAMES = "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, ppo:POLICY_DIR"
 
 
 def load_shape(config: Config) -> ModelShape:
@@ -109,6 +109,12 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
         return CostModel(name, rule, router_facts(config, shape, profiles))
+    if kind == "ppo" and argument:
+        if profiles is None:
+            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+        from slim_scheduler.core.router.learned import load_router  # safetensors, which most routers do not need
+
+        return load_router(Path(argument), router_facts(config, shape, profiles), name, config.router.sample)
     raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
 
 

@@ -1,0 +1,109 @@
+"""The learned router: a trained policy that decides with NumPy alone, in training's own encoding.
+
+Each head takes its argmax, of rounded logits, so that every machine decides the same; or, where asked, draws from the
+softmax. Exploration (eq. 5) belongs to training and is 0 here. What a policy cannot decide raises RouterError, and the
+guard falls back and counts it.
+"""
+
+from collections.abc import Sequence
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+
+from slim_scheduler.core.errors import RouterError
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.networks import Network, build_network, softmax
+from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation, build_encoder
+from slim_scheduler.core.router.policy_folder import PolicyManifest, read_policy
+from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.types import Decision, Width
+
+DECIMALS = 4  # float32 products differ between processors in the seventh digit
+
+
+class LearnedRouter:
+    """A policy and the encoder of its run."""
+
+    holds = False
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        encoder: Encoder,
+        widths: Sequence[Width],
+        groups: Sequence[int],
+        sample: bool = False,
+    ) -> None:
+        self.name = name
+        self._network = network
+        self._encoder = encoder
+        self._widths = tuple(widths)
+        self._groups = tuple(groups)
+        self._sample = sample
+
+    def decide(self, view: View, rng: Generator) -> Decision:
+        observation = self._encoder.encode(view)
+        heads = self._network.forward(observation)
+        _, _, server_mask, width_mask, group_mask = observation
+        pick = _draw if self._sample else _argmax
+        return Decision(
+            self._encoder.names[pick(heads.server, server_mask, rng)],
+            self._widths[pick(heads.width, width_mask, rng)],
+            self._groups[pick(heads.group, group_mask, rng)],
+        )
+
+
+def load_router(path: Path, facts: RouterFacts, name: str = "", sample: bool = False) -> LearnedRouter:
+    """The router of a policy folder in a run with these facts.
+
+    Raises CheckpointError for a policy of another network. One of kind `paper` that knows another number of servers
+    loads, and then raises RouterError at each decision.
+    """
+    manifest, parameters = read_policy(path)
+    manifest.check_fits(facts, path)
+    network = build_network(manifest.kind, parameters)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time)
+    if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
+        encoder = _OtherCluster(encoder, manifest)
+    return LearnedRouter(name or f"ppo:{path}", network, encoder, manifest.widths, manifest.groups, sample)
+
+
+class _OtherCluster:
+    """Stands for the encoder of a `paper` policy in a cluster of another size."""
+
+    def __init__(self, encoder: Encoder, manifest: PolicyManifest) -> None:
+        self.names = encoder.names
+        self.shared_size, self.server_size = encoder.shared_size, encoder.server_size
+        self._trained_for = manifest.sizes.servers
+
+    def encode(self, view: View) -> Observation:
+        raise RouterError(
+            f"this policy was trained for {self._trained_for} servers, but there are {len(self.names)}; "
+            "an `extended` policy takes any number"
+        )
+
+
+def _argmax(logits: Floats, mask: Flags, rng: Generator) -> int:
+    """The first of the largest rounded logits among what may be chosen."""
+    best, largest = -1, float("-inf")
+    for i, (logit, allowed) in enumerate(zip(logits.tolist(), mask.tolist(), strict=True)):
+        if isnan(logit):
+            raise RouterError("the policy gave NaN")
+        if allowed:
+            logit = round(logit, DECIMALS)
+            if logit > largest:
+                best, largest = i, logit
+    if best < 0:
+        raise RouterError("the policy has nothing it may choose")
+    return best
+
+
+def _draw(logits: Floats, mask: Flags, rng: Generator) -> int:
+    probabilities = softmax(np.round(logits, DECIMALS), mask)
+    cumulative = np.cumsum(probabilities, dtype=np.float64)
+    if not cumulative[-1] > 0:
+        raise RouterError("the policy gave NaN")
+    return int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
