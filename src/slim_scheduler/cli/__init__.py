@@ -38,11 +38,13 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        _stop(INTERRUPTED, "interrupted; what was done so far is written")
+        code = INTERRUPTED
     except UsageErrors as error:
         _stop(BAD_INPUT, error.format_message())
     except (InputError, OSError) as error:
         _stop(BAD_INPUT, str(error))
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code
+        _stop(INTERRUPTED, "interrupted; what was done so far is written")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,6 +1,7 @@
 """What commands print: results on stdout, progress on stderr."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,16 +32,32 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Show]:
-    """A bar with the time left, gone when the work is done."""
+    """A bar with the time left, gone when the work is done; a line for every tenth where there is no terminal."""
     from rich.console import Console
+
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        yield _tenths(what)
+        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    err = Console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
 
         def show(share: float, now: str = "") -> None:
             bar.update(task, completed=share, description=f"{what} {now}".strip())
 
         yield show
+
+
+def _tenths(what: str) -> Show:
+    said = -1
+
+    def show(share: float, now: str = "") -> None:
+        nonlocal said
+        if int(share * 10) > said:
+            said = int(share * 10)
+            print(f"{what}: {10 * said} %", file=sys.stderr, flush=True)
+
+    return show
