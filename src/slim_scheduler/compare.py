@@ -120,6 +120,7 @@ def _work(place: int, trial: Trial) -> dict[str, Any]:
     def share(of_run: float) -> None:
         _Worker.shares[place] = of_run
 
+    _Worker.interruption.check()  # a run that the pool had already handed out
     summary = simulated_run(
         _Worker.config, trial.router, trial.seed, trial.out, share, interruption=_Worker.interruption
     )

@@ -77,7 +77,7 @@ def demo(
     settings = read_config(DEMO / "cluster.toml", overrides)
     lines = (DEMO / "routers.txt").read_text().splitlines()
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    with progress("demo:") as show:
+    with progress("demo") as show:
         finished, interrupted = _until_interrupted(run_live(settings, trials(names, [seed], out), show))
     _conclude(names, finished, out, as_json, "Slim Scheduler demo")
     if interrupted:
