@@ -7,13 +7,13 @@ updates from `MuonSgd`. Test images are never looked at: curves come from held-o
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.model import checkpoint
@@ -22,9 +22,12 @@ from slim_scheduler.model.data import channel_statistics, held_out, load_data
 from slim_scheduler.model.interruption import deferred_interruption
 from slim_scheduler.model.optimizer import MuonSgd
 from slim_scheduler.model.presets import Preset, Recipe, preset_named
+from slim_scheduler.model.sandwich import backward, width_tuples
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
+from slim_scheduler.model.workers import Workers
 
+VALIDATION_BATCH = 250
 VALIDATION_ITEMS = 1000  # per point of the curve: a standard error of 1.5 points, and seconds on a CPU
 STATE_FILE = "training.safetensors"
 
@@ -61,13 +64,16 @@ def fit(
     device: str = "cpu",
     epochs: int | None = None,
     minutes: float | None = None,
+    workers: int | None = None,
     save_every: float = 180.0,
     progress: Callable[[FitProgress], None] | None = None,
 ) -> FitResult:
     """Trains, and writes the checkpoint to `out`; resumes an interrupted run found there.
 
     `epochs` replaces the recipe's. `minutes` makes the schedule follow the clock instead (ends on time, but two runs
-    differ). The state is written every `save_every` seconds and at an interruption. Raises InputError and below.
+    differ). `workers` split each batch (default: one per compute thread on a CPU, one on a GPU); another number gives
+    the same gradients up to rounding. The state is written every `save_every` seconds and at an interruption.
+    Raises InputError and below.
     """
     preset = preset_named(preset) if isinstance(preset, str) else preset
     if epochs is not None:
@@ -76,7 +82,7 @@ def fit(
         preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
     if minutes is not None and minutes <= 0:
         raise InputError(f"minutes {minutes:g} must be more than 0")
-    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes)
+    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers)
     run.train(save_every, progress or (lambda _: None))
     return run.finish()
 
@@ -91,10 +97,12 @@ class _Run:
         out: Path,
         seed: int,
         device: torch.device,
-        minutes: float | None,
+        minutes: float | None = None,
+        workers: int | None = None,
     ) -> None:
         self.preset, self.recipe, self.out, self.seed, self.device = preset, preset.recipe, out, seed, device
         self.minutes = minutes
+        self.workers = Workers(workers or (torch.get_num_threads() if device.type == "cpu" else 1))
         self.data = load_data(data, preset.architecture.item_shape)
         if len(self.data.classes) != preset.architecture.classes:
             raise InputError(
@@ -145,7 +153,7 @@ class _Run:
         started = time.monotonic() - self.state.seconds
         saved = time.monotonic()
         losses: list[float] = []
-        with deferred_interruption() as interruption:
+        with deferred_interruption() as interruption, self.workers:
             while (share := self._share()) < 1.0:
                 loss = self._step(share)
                 losses.append(loss)
@@ -178,51 +186,33 @@ class _Run:
     def _step(self, share: float) -> float:
         """One sandwich: widest, slimmest, random tuples. Returns the widest net's loss."""
         images, labels = self.batches.batch(self.state.step, share)
-        teacher: Tensor | None = None
-        first = 0.0
-        for widths in self._tuples():
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-                logits = self.model(images, widths)
-            logits = logits.float()
-            if teacher is None:
-                loss = functional.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
-                teacher = logits.detach().softmax(dim=1)
-                first = float(loss.detach())
-            else:
-                loss = functional.cross_entropy(logits, teacher)  # in-place distillation
-            loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step(schedule(share, self.recipe))
+        tuples = width_tuples(self.preset.architecture, self.recipe, self.seed, self.state.step)
+        loss = backward(self.model, images, labels, tuples, self.recipe, self.workers)
+        self.optimizer.step(schedule(share, self.recipe), self.workers)
         if self.average:
             with torch.no_grad():
                 for name, p in self.model.named_parameters():
                     self.average[name].lerp_(p, 1.0 - self.recipe.ema_decay)
-        return first
-
-    def _tuples(self) -> list[tuple[float, ...]]:
-        """Width tuples of one step, widest first; the random ones draw each segment's width on its own."""
-        arch = self.preset.architecture
-        generator = np.random.default_rng((self.seed, self.state.step, 1))
-        draws = generator.choice(arch.widths, size=(self.recipe.random_tuples, arch.segments))
-        uniform = [(width,) * arch.segments for width in (arch.widths[-1], arch.widths[0])]
-        return uniform + [tuple(float(width) for width in draw) for draw in draws]
+        return loss
 
     def _validate(self, loss: float, share: float) -> None:
         images = self.batches.normalize(self.validation.pixels)
         labels = torch.from_numpy(self.validation.labels).to(self.device)
+        parts = list(zip(torch.split(images, VALIDATION_BATCH), torch.split(labels, VALIDATION_BATCH), strict=True))
         top1 = {}
         for width in self.preset.architecture.widths:
-            widths = (width,) * self.preset.architecture.segments
-            with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-                right = [
-                    (self.model(x, widths).argmax(dim=1) == y).sum()
-                    for x, y in zip(torch.split(images, 250), torch.split(labels, 250), strict=True)
-                ]
-            top1[f"{width:g}"] = round(int(sum(right)) / max(1, len(labels)), 4)
+            right = self.workers.map(partial(self._right, (width,) * self.preset.architecture.segments), parts)
+            top1[f"{width:g}"] = round(sum(right) / max(1, len(labels)), 4)
         epoch = self.state.step / self.batches.per_epoch
         size = self.batches.size_at(share)
         self.state.history.append(
             EpochRecord(round(epoch, 2), round(self.state.seconds, 1), round(loss, 4), size, top1)
         )
+
+    def _right(self, widths: tuple[float, ...], part: tuple[Tensor, Tensor]) -> int:
+        """How many of some validation images are answered right at a width tuple."""
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+            return int((self.model(part[0], widths).argmax(dim=1) == part[1]).sum())
 
     def _progress(self, loss: float, share: float) -> FitProgress:
         state = self.state

@@ -6,9 +6,12 @@ step.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from slim_scheduler.model.workers import Workers
 
 # Quintic Newton-Schulz iteration that drives singular values to about 1 (Jordan et al. 2024)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -34,8 +37,9 @@ class MuonSgd:
     ) -> None:
         self.muon_lr, self.sgd_lr = muon_lr, sgd_lr
         self.momentum, self.weight_decay = momentum, weight_decay
-        self._matrices = dict(matrices) if muon_lr is not None else {}
-        self._others = dict(others) if muon_lr is not None else {**dict(matrices), **dict(others)}
+        largest_first = sorted(matrices, key=lambda named: -named[1].numel())  # so that workers end together
+        self._matrices = dict(largest_first) if muon_lr is not None else {}
+        self._others = dict(others) if muon_lr is not None else {**dict(largest_first), **dict(others)}
         everything = {**self._matrices, **self._others}
         self.state: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in everything.items()}
         with torch.no_grad():
@@ -43,18 +47,23 @@ class MuonSgd:
                 _fix_norm(p)
 
     @torch.no_grad()
-    def step(self, factor: float) -> None:
+    def step(self, factor: float, workers: Workers) -> None:
         """One update from the gradients, which are cleared."""
         for name, p in self._others.items():
             gradient = _gradient(p)
             if p.dim() > 1:
                 gradient = gradient.add(p, alpha=self.weight_decay)
             p.sub_(self._nesterov(name, gradient), alpha=self.sgd_lr * factor)
-        for name, p in self._matrices.items():
-            assert self.muon_lr is not None
-            update = orthogonalize(self._nesterov(name, _gradient(p)).flatten(1)).view_as(p)
-            p.sub_(update, alpha=self.muon_lr * factor)
-            _fix_norm(p)
+        workers.map(partial(self._turn, factor), self._matrices.items())
+
+    @torch.no_grad()
+    def _turn(self, factor: float, named: tuple[str, nn.Parameter]) -> None:
+        """Muon's update of one matrix."""
+        name, p = named
+        assert self.muon_lr is not None
+        update = orthogonalize(self._nesterov(name, _gradient(p)).flatten(1)).view_as(p)
+        p.sub_(update, alpha=self.muon_lr * factor)
+        _fix_norm(p)
 
     def _nesterov(self, name: str, gradient: Tensor) -> Tensor:
         velocity = self.state[name].mul_(self.momentum).add_(gradient)
