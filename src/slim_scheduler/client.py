@@ -48,7 +48,7 @@ class Prediction(msgspec.Struct, frozen=True):
     @property
     def classes(self) -> npt.NDArray[np.int64]:
         """The most likely class of each item."""
-        return self.logits.argmax(axis=1)
+        return np.asarray(self.logits.argmax(axis=1), np.int64)
 
 
 class Constraints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -79,7 +79,7 @@ _FLOATS: list[Any] = [msgspec.json.Decoder(list[float])]
 _BYTES: list[Any] = [msgspec.json.Decoder(list[_UINT8])]
 for _row, _kind in ((_FLOATS, list[float]), (_BYTES, list[_UINT8])):
     for _ in range(7):
-        _kind = list[_kind]  # type: ignore[valid-type,misc]
+        _kind = list[_kind]  # type: ignore[valid-type]
         _row.append(msgspec.json.Decoder(_kind))
 
 
