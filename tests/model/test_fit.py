@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.accuracy import measure_accuracy, measure_folder
 from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.card import write_card
 from slim_scheduler.model.data import load_data
 from slim_scheduler.model.fit import fit, schedule
 from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
@@ -181,3 +183,26 @@ def test_the_shipped_digits_network_keeps_its_promise():
     for widths, answers in right.items():
         assert np.mean(answers == shipped.correct(widths)) > 0.99
         assert shipped.top1(widths) >= shipped.top1((0.25,) * 4) - 0.02
+
+
+def test_the_shipped_cifar_network_is_small_and_its_table_belongs_to_it():
+    folder = Path("models/cifar100")
+    if not (folder / "accuracy.parquet").exists():
+        pytest.skip("models/cifar100 is not trained yet: `slim fit --preset cifar100`")
+    assert sum(path.stat().st_size for path in folder.glob("*.*")) < 25e6
+    manifest, shipped = checkpoint.load_manifest(folder), AccuracyTable.load(folder)
+    assert shipped.weights_sha256 == manifest.weights_sha256
+    assert (len(shipped.tuples), shipped.items) == (256, 5000)
+    data = os.environ.get("SLIM_CIFAR100")
+    if data:
+        few = load_data(data).test.take(np.arange(250))
+        right = measure_accuracy(checkpoint.load(folder), few, manifest.mean, manifest.std)
+        assert min(np.mean(answers == shipped.correct(t)[:250]) for t, answers in right.items()) > 0.99
+
+
+def test_the_model_card_is_written_from_the_manifests(tmp_path):
+    text = write_card(["models/digits"], tmp_path / "card.md")
+    manifest = checkpoint.load_manifest("models/digits")
+    assert manifest.weights_sha256 in text
+    assert f"| 1 | 2.1 | 0.124 | {100 * manifest.accuracy['test']['1,1,1,1']:.2f} |" in text
+    assert "CC BY 4.0" in text

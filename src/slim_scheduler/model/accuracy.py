@@ -4,6 +4,7 @@ Tuples share the passes of their common prefixes: 4 + 16 + 64 + 256 = 340 segmen
 segments at four widths. Runs the deployed slices in float32, which is what serves.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.data import ImageData, Images, held_out, load_data
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
+from slim_scheduler.model.workers import Workers
 
 BATCH = 250
+Answers = dict[tuple[float, ...], npt.NDArray[np.bool_]]  # right or wrong, (items,), by width tuple
 
 
 def measure_folder(
@@ -69,18 +72,25 @@ def measure_accuracy(
     *,
     device: str = "cpu",
     progress: Callable[[float], None] | None = None,
-) -> dict[tuple[float, ...], npt.NDArray[np.bool_]]:
+) -> Answers:
     """Right or wrong, (items,), for every width tuple. `progress` gets the share done after each batch."""
     slices = _all_slices(model, device)
     shift, scale = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (mean, std))
-    parts: dict[tuple[float, ...], list[npt.NDArray[np.bool_]]] = {}
-    for start in range(0, len(images), BATCH):
+    starts = range(0, len(images), BATCH)
+    done = itertools.count(1)
+
+    def answers(start: int) -> Answers:
         pixels = torch.from_numpy(images.pixels[start : start + BATCH]).to(device)
         labels = torch.from_numpy(images.labels[start : start + BATCH]).to(device)
-        _walk(model, slices, (pixels / 255.0 - shift) / scale, (), labels, parts)
+        right: Answers = {}
+        _walk(model, slices, (pixels / 255.0 - shift) / scale, (), labels, right)
         if progress:
-            progress(min(1.0, (start + BATCH) / len(images)))
-    return {widths: np.concatenate(right) for widths, right in parts.items()}
+            progress(next(done) / len(starts))
+        return right
+
+    with Workers(torch.get_num_threads() if device == "cpu" else 1) as workers:
+        parts = workers.map(answers, starts)
+    return {widths: np.concatenate([part[widths] for part in parts]) for widths in parts[0]}
 
 
 def _walk(
@@ -89,16 +99,15 @@ def _walk(
     x: Tensor,
     prefix: tuple[float, ...],
     labels: Tensor,
-    parts: dict[tuple[float, ...], list[npt.NDArray[np.bool_]]],
+    right: Answers,
 ) -> None:
     """Runs every completion of a prefix whose activation is `x`, depth first."""
     if len(prefix) == model.segments:
-        right = (x.argmax(dim=1) == labels).cpu().numpy()  # (batch,)
-        parts.setdefault(prefix, []).append(right)
+        right[prefix] = (x.argmax(dim=1) == labels).cpu().numpy()  # (batch,)
         return
     for width in model.widths:
         out = slices[len(prefix), width].run(x, prefix[-1] if prefix else None)
-        _walk(model, slices, out, (*prefix, width), labels, parts)
+        _walk(model, slices, out, (*prefix, width), labels, right)
 
 
 def _all_slices(model: SlimmableModel, device: str) -> dict[tuple[int, float], SegmentSlice]:
