@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
-from slim_scheduler.report.measures import MEASURES, Estimate, Measure
+from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router
 from slim_scheduler.report.theme import css_variables, inline_svg
 
@@ -76,20 +76,11 @@ def _notes(runs: Sequence[RunFolder]) -> Iterator[str]:
 
 
 def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
-    origins = " / ".join(dict.fromkeys(run.origin for of in groups.values() for run in of))
-    several = max(len(of) for of in groups.values()) > 1
-    interval = ", mean ± half of the 95 % interval over seeds" if several else ""
     widths = _widths(groups)
+    several = max(len(of) for of in groups.values()) > 1
+    interval = "mean ± half of the 95 % interval over seeds" if several else ""
     yield "<h2>Results</h2>"
-    yield f'<div class="wide" tabindex="0"><table><caption>{escape(origins)}{interval}</caption>'
-    yield _heading(["answered", "widths"])
-    for i, (router, of) in enumerate(groups.items()):
-        estimates = comparison.estimates[router]
-        completed, arrived = (sum(run.summary[f"items_{key}"] for run in of) for key in ("completed", "arrived"))
-        answered = f"<td>{completed:,} <small>of {arrived:,}</small></td>"
-        mix = f"<td>{_mix(estimates, widths)}</td>"
-        yield f"<tr>{_name(router, i)}{answered}{mix}{_cells(estimates, comparison.estimates)}</tr>"
-    yield "</tbody></table></div>"
+    yield from _table(groups, comparison.estimates, SERVED, interval, widths=widths, among=comparison.estimates)
     yield (
         '<div class="key soft">'
         + "".join(
@@ -98,14 +89,42 @@ def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
         )
         + "</div>"
     )
+    said = "what a router is rewarded for (eq. 7)" + (f", {interval}" if several else "")
+    yield "<h2>Blocks</h2>"
+    yield from _table(groups, comparison.estimates, REWARDED, said, among=comparison.estimates)
     if several and comparison.differences:
+        said = "paired by seed: same arrivals, same items; bold where the 95 % interval excludes zero"
         yield f"<h2>Difference to {escape(comparison.first)}</h2>"
-        yield f'<div class="wide" tabindex="0"><table><caption>{escape(origins)}, paired by seed: '
-        yield "same arrivals, same items; bold where the 95 % interval excludes zero</caption>"
-        yield _heading([])
-        for i, (router, differences) in enumerate(comparison.differences.items(), 1):
-            yield f"<tr>{_name(router, i)}{_cells(differences, None)}</tr>"
-        yield "</tbody></table></div>"
+        yield from _table(groups, comparison.differences, SERVED, said)
+        yield from _table(groups, comparison.differences, REWARDED, said)
+
+
+def _table(
+    groups: Groups,
+    rows: Mapping[str, Mapping[str, Estimate]],
+    measures: Sequence[Measure],
+    said: str,
+    *,
+    widths: Sequence[str] = (),
+    among: Mapping[str, Mapping[str, Estimate]] | None = None,
+) -> Iterator[str]:
+    """One row per router; with `widths` also how many items it answered, and at which widths."""
+    origins = " / ".join(dict.fromkeys(run.origin for of in groups.values() for run in of))
+    titles = [f"<th>{m.title}<small>{m.unit or '&nbsp;'}</small></th>" for m in measures]
+    titles += ["<th>widths</th>", "<th>answered</th>"] if widths else []
+    yield '<div class="wide" tabindex="0"><table>'
+    yield f"<caption><span>{escape(origins)}{', ' if said else ''}{said}</span></caption>"
+    yield f"<thead><tr><th>router</th>{''.join(titles)}</tr></thead><tbody>"
+    for i, (router, of) in enumerate(groups.items()):
+        if router not in rows:
+            continue
+        extra = ""
+        if widths:
+            completed, arrived = (sum(run.summary[f"items_{key}"] for run in of) for key in ("completed", "arrived"))
+            extra = f"<td>{_mix(rows[router], widths)}</td><td>{completed:,} <small>of {arrived:,}</small></td>"
+        name = f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(router)}</th>'
+        yield f"<tr>{name}{_cells(rows[router], measures, among)}{extra}</tr>"
+    yield "</tbody></table></div>"
 
 
 def _widths(groups: Groups) -> list[str]:
@@ -113,20 +132,14 @@ def _widths(groups: Groups) -> list[str]:
     return sorted({width for of in groups.values() for run in of for width in run.summary["width_share"]}, key=float)
 
 
-def _heading(extra: Sequence[str]) -> str:
-    titles = [f"<th>{title}</th>" for title in extra]
-    titles += [f"<th>{m.title}<small>{m.unit or '&nbsp;'}</small></th>" for m in MEASURES]
-    return f"<thead><tr><th>router</th>{''.join(titles)}</tr></thead><tbody>"
-
-
-def _name(router: str, i: int) -> str:
-    return f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(router)}</th>'
-
-
-def _cells(estimates: Mapping[str, Estimate], among: Mapping[str, Mapping[str, Estimate]] | None) -> str:
+def _cells(
+    estimates: Mapping[str, Estimate],
+    measures: Sequence[Measure],
+    among: Mapping[str, Mapping[str, Estimate]] | None,
+) -> str:
     """One cell per measure; bold is the best among several routers, or without them a sure difference."""
     cells = []
-    for measure in MEASURES:
+    for measure in measures:
         value = estimates.get(measure.key, Estimate(None, None, ()))
         text = escape(measure.show(value.mean))
         if value.ci95 is not None:
