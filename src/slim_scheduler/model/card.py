@@ -117,9 +117,9 @@ def distance_text(manifest: Manifest) -> str:
     before, last = training.history[-2:]
     gain = 100 * (last.top1["1"] - before.top1["1"]) / max(1e-6, last.epoch - before.epoch)
     return (
-        f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} epochs, at "
-        f"the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out images, and the "
-        f"widest net's loss on training batches was {last.loss:.2f} (label smoothing {training.recipe.label_smoothing:g} "
+        f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} epochs, "
+        f"at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out images, "
+        f"and the widest net's loss on training batches was {last.loss:.2f} (label smoothing {training.recipe.label_smoothing:g} "
         "alone leaves about 0.9): it has not fitted its training images yet, so it lacks epochs before it lacks size. "
         "`slim fit --preset cifar100` on a GPU is the run that the targets need."
     )
@@ -169,8 +169,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 INTRODUCTION = (
     "What the shipped networks are, how they were trained, and what they reach. Written by "
-    "`python -m slim_scheduler.model.card` from the manifests in `models/`: the tables are measured, not typed. Training "
-    "never looks at test images: curves and choices come from held-out training images."
+    "`python -m slim_scheduler.model.card` from the manifests in `models/`: the tables are measured, not typed. "
+    "Training never looks at test images: curves and choices come from held-out training images."
 )
 DESIGNS = "## Presets\n\nMultiply-adds and parameters of the networks that `slim fit` knows:"
 TRIED = (
@@ -180,9 +180,9 @@ TRIED = (
     "- strides 1-2-2-2, channels 64-128-256-512, 24 pixels, Muon 0.06: 19.2 % after 91 steps of 256 images;\n"
     "- strides 2-2-2-1, channels 96-192-384-512, 32 pixels, Muon 0.06: 17.7 % after 73 steps (its larger matrices make "
     "Muon three times as dear).\n\n"
-    "One training step at 24 pixels, batch 256, beside another busy process: 2.1 s of CPU time with one compute thread, "
-    "4.2 s with two (they spin at the convolution library's barriers), 2.4 s with two workers that meet once per step. "
-    "Hence `workers`. On an idle machine glibc gives the large tensors of every step back to the kernel: with "
+    "One training step at 24 pixels, batch 256, beside another busy process: 2.1 s of CPU time with one compute "
+    "thread, 4.2 s with two (they spin at the convolution library's barriers), 2.4 s with two workers that meet once "
+    "per step. Hence `workers`. On an idle machine glibc gives the large tensors of every step back to the kernel: with "
     "`MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` at 4 GiB a CPU run loses no time to page faults."
 )
 LICENCES = (
