@@ -149,11 +149,11 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
-    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look `horizon_s` ahead, in seconds, because decisions
-    are not evenly spaced. `accuracy`: a last segment's accuracy is its tuple's measured share of right answers, or each
+    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds (None:
+    the time of 300 full batches), because decisions are not evenly spaced. `accuracy`: a last segment's accuracy is its tuple's measured share of right answers, or each
     item's own outcome (the same mean, noisier). `loads` are factors on the workload's rate, drawn per episode;
-    `servers` is how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times
-    slower; the rate follows their capacity. `warm_start` names a heuristic that is imitated first. An episode is cut
+    `servers` is how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown`
+    times slower; the rate follows their capacity. `warm_start` names a heuristic that is imitated first. An episode is cut
     after `episode_rollouts` rollouts of `rollout_decisions`.
     """
 
@@ -175,8 +175,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epsilon_min: float = 0.0
     epsilon_decisions: int | None = None
     returns: Literal["one-step", "n-step", "gae"] = "gae"
-    horizon_s: float = 0.5
-    gae_lambda: float = 0.95
+    horizon_s: float | None = None
+    gae_lambda: float = 0.97
+    n_steps: int = 32
     reward_weight: Literal["tasks", "block"] = "tasks"
     accuracy: Literal["expected", "outcomes"] = "expected"
     loads: tuple[float, float] = (1.0, 1.0)
@@ -323,8 +324,10 @@ def _check_training(config: Config) -> None:
     training = config.training
     for field in ("hidden", "decisions", "workers", "rollout_decisions", "episode_rollouts", "epochs", "minibatch"):
         _positive(f"training.{field}", getattr(training, field))
-    for field in ("learning_rate", "clip_coef", "max_grad_norm", "horizon_s", "checkpoint_updates"):
+    for field in ("learning_rate", "clip_coef", "max_grad_norm", "n_steps", "checkpoint_updates"):
         _positive(f"training.{field}", getattr(training, field))
+    if training.horizon_s is not None:
+        _positive("training.horizon_s", training.horizon_s)
     for field in ("value_coef", "entropy_coef", "epsilon_min", "warm_start_decisions"):
         _not_negative(f"training.{field}", getattr(training, field))
     for field in ("epsilon_min", "epsilon_max", "gae_lambda"):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.core.types import Seconds, Width
 
@@ -60,6 +61,16 @@ def full_batch_time(facts: RouterFacts) -> Seconds:
         for width in shape.widths
     ]
     return sum(times) / len(times)
+
+
+def server_capacity(server: ServerFacts, shape: ModelShape) -> float:
+    """Items per second of one server alone, in full batches at the middle width throughout."""
+    width = shape.widths[len(shape.widths) // 2]
+    batch = server.max_batch
+    whole = sum(
+        server.latency.seconds(segment, width if segment else None, width, batch) for segment in range(shape.segments)
+    )
+    return batch / (server.slowdown * whole)
 
 
 class _Choices:
@@ -136,7 +147,7 @@ class ExtendedEncoder:
         self._servers = [_ServerEncoder(server, facts, batch_time) for server in facts.servers.values()]
         self._batch_time = batch_time
         self._segments = range(shape.segments)
-        self._capacity = sum(server.capacity for server in self._servers)
+        self._capacity = sum(server_capacity(server, shape) for server in facts.servers.values())
         self._prefixes = {
             (segment, previous): [float(s == segment) for s in self._segments]
             + [float(width == previous) for width in shape.widths]
@@ -222,8 +233,6 @@ class _ServerEncoder:
             self._load.append(
                 [server.profile.load_time(shape.instance_bytes(segment, width, batch)) for width in shape.widths]
             )
-        middle = shape.widths[len(shape.widths) // 2]
-        self.capacity = 1.0 / sum(self._share[segment, middle] for segment in range(shape.segments))
         powers = [max(s.profile.power.y) for s in facts.servers.values()]
         self._most_power = max(server.profile.power.y)
         self._least_power = min(server.profile.power.y) / self._most_power

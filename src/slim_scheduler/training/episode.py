@@ -1,0 +1,159 @@
+"""One simulated run that stops at every routing decision, with each block's reward credited to its decision.
+
+The simulator and the dispatcher are the real ones; whoever holds the episode plays the router. Rewards are eq. 7's, of
+what ran. A block that an episode's end leaves unfinished is charged for its age. It knows nothing of policies.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from numpy.random import Generator
+
+from slim_scheduler.config import Config
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported
+from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.types import Block, Decision, Joules, Seconds, ServerName, WidthTuple
+from slim_scheduler.reward import block_reward, undone_reward
+from slim_scheduler.sim.host import Simulation
+from slim_scheduler.workload import generate
+
+
+class Credit(NamedTuple):
+    """What a decision earned, per task of its block: eq. 7's reward and its terms."""
+
+    decision: int
+    tasks: int
+    reward: float
+    accuracy: float
+    latency: Seconds
+    energy: Joules
+    variance: float
+
+
+class Episode:
+    """`view` is what the next decision is about, None when the run is over. Decisions are numbered from 1.
+
+    `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
+    """
+
+    def __init__(self, config: Config, accuracy: AccuracyTable, seed: int, *, expected: bool = False) -> None:
+        self._weights = config.reward
+        self._accuracy = accuracy
+        self._mean_top1 = accuracy.prior(())
+        self._shares: dict[WidthTuple, float] = {}
+        self._verdicts: dict[WidthTuple, list[bool]] = {}
+        self._expected = expected
+        arrivals = generate(config.workload, seed, accuracy.items)
+        self._samples = arrivals.samples.tolist()
+        self._choice = _Choice()
+        self.simulation = Simulation(
+            config, self._choice.name, seed, recorder=self, arrivals=arrivals, router=self._choice
+        )
+        self._devices = [server.device for server in self.simulation.servers.values()]
+        self._utilization: dict[ServerName, float | None] = dict.fromkeys(self.simulation.servers)
+        self._variance = 0.0
+        self._sent: dict[int, tuple[Block, Joules]] = {}
+        self._credits: list[Credit] = []
+        self.decisions = 0
+        self.view: View | None = self.simulation.run_until_decision()
+
+    def decide(self, decision: Decision) -> int:
+        """Takes the decision that is due and runs to the next. Returns the decision's number.
+
+        One that is not allowed is replaced by the dispatcher's fallback, as live.
+        """
+        self._choice.decision = decision
+        self.simulation.decide()
+        self.decisions += 1
+        self.view = self.simulation.run_until_decision()
+        return self.decisions
+
+    def take_credits(self) -> list[Credit]:
+        """What was earned since the last call."""
+        credits, self._credits = self._credits, []
+        return credits
+
+    def end(self) -> None:
+        """Charges every unfinished block for its age, at the accuracy that nobody could have influenced."""
+        now = self.simulation.agenda.now
+        for number, (block, energy_before) in self._sent.items():
+            age = sum([now - task.entered for task in block.tasks]) / len(block.tasks)
+            energy = self._block_energy(energy_before, now - block.sent_at, age)
+            self._earn(number, len(block.tasks), 0, self._mean_top1, age, energy)
+        self._sent.clear()
+
+    # ---- what the simulation shows its recorder
+
+    def step(self, machine: str, now: Seconds, event: Message, commands: Sequence[Any]) -> None:
+        for command in commands:
+            kind = type(command)
+            if kind is SendBlock:
+                block = command.block
+                self._sent[block.block_id] = (block, self._energy() if self._weights.gamma else 0.0)
+            elif kind is BlockFinished:
+                self._finished(command)
+            elif kind is ServerReported:
+                self._utilization[command.report.server] = command.report.utilization
+                self._variance = _variance(list(self._utilization.values()))
+
+    def _finished(self, block: BlockFinished) -> None:
+        _, energy_before = self._sent.pop(block.block_id)
+        done = len(block.ran)
+        if not done:
+            self._earn(block.block_id, 0, block.lost, 0.0, block.finished_at - block.decided_at, 0.0)
+            return
+        accuracy = sum([self._right(item, widths) for item, widths in block.ran]) / done
+        energy = self._block_energy(energy_before, block.finished_at - block.decided_at, block.latency)
+        self._earn(block.block_id, done, block.lost, accuracy, block.latency, energy)
+
+    def _earn(self, number: int, done: int, lost: int, accuracy: float, latency: Seconds, energy: Joules) -> None:
+        weights, tasks = self._weights, done + lost
+        total = 0.0
+        if done:
+            total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
+        if lost:
+            total += lost * undone_reward(weights, 1, latency, self._mean_top1)
+        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance))
+
+    def _right(self, item: int, widths: WidthTuple) -> float:
+        """The prior of the widths so far; of a complete tuple its share of right answers, or this item's outcome."""
+        if self._expected or len(widths) < self._accuracy.segments:
+            share = self._shares.get(widths)
+            if share is None:
+                share = self._shares[widths] = self._accuracy.prior(widths)
+            return share
+        verdicts = self._verdicts.get(widths)
+        if verdicts is None:
+            verdicts = self._verdicts[widths] = self._accuracy.correct(widths).tolist()
+        return float(verdicts[self._samples[item]])
+
+    def _energy(self) -> Joules:
+        now = self.simulation.agenda.now
+        return sum([device.energy(now) for device in self._devices])
+
+    def _block_energy(self, before: Joules, life: Seconds, latency: Seconds) -> Joules:
+        """Eq. 7's E = P L: P is the mean over servers, and over the block's life, of their power."""
+        if not self._weights.gamma or life <= 0:
+            return 0.0
+        return (self._energy() - before) / life / len(self._devices) * latency
+
+
+class _Choice:
+    """The router that decides what it was told to."""
+
+    name = "training"
+    holds = False
+    decision: Decision
+
+    def decide(self, view: View, rng: Generator) -> Decision:
+        return self.decision
+
+
+def _variance(utilization: list[float | None]) -> float:
+    """Population variance; 0 until every server has said something."""
+    known = [u for u in utilization if u is not None]
+    if len(known) < len(utilization):
+        return 0.0
+    mean = sum(known) / len(known)
+    return sum([(u - mean) ** 2 for u in known]) / len(known)

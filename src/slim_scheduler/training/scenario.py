@@ -1,0 +1,61 @@
+"""The cluster and load of one training episode: the configured ones, or others like them.
+
+A policy that is to serve any cluster must have seen many: how many servers, how slow each, how much load. The load
+follows the drawn servers' capacity, so that a factor of 1 means as busy as configured.
+"""
+
+import msgspec
+from numpy.random import Generator
+
+from slim_scheduler.config import Config, ServerConfig
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.observation import server_capacity
+from slim_scheduler.machines import load_profiles, load_shape, router_facts
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """What an episode runs, and the facts its router knows."""
+
+    config: Config
+    facts: RouterFacts
+
+
+class Scenarios:
+    """Draws scenarios from what `[training]` allows."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._shape = load_shape(config)
+        self.facts = self._facts(config)
+        self._capacity = self._capacity_of(self.facts)
+
+    def draw(self, rng: Generator) -> Scenario:
+        training, config, facts = self._config.training, self._config, self.facts
+        factor = float(rng.uniform(*training.loads))
+        if training.servers is not None:
+            fewest, most = training.servers
+            config = msgspec.structs.replace(
+                config, servers=self._servers(int(rng.integers(fewest, most + 1)), rng), faults=()
+            )
+            facts = self._facts(config)
+            factor *= self._capacity_of(facts) / self._capacity
+        workload = msgspec.structs.replace(config.workload, rate=factor * config.workload.rate)
+        return Scenario(msgspec.structs.replace(config, workload=workload), facts)
+
+    def _servers(self, count: int, rng: Generator) -> tuple[ServerConfig, ...]:
+        """Copies of configured servers, each at a slowdown drawn evenly on a logarithmic scale."""
+        models = self._config.servers
+        return tuple(
+            msgspec.structs.replace(
+                models[int(rng.integers(len(models)))],
+                name=f"{i}",
+                slowdown=float(self._config.training.slowdown ** rng.random()),
+            )
+            for i in range(count)
+        )
+
+    def _facts(self, config: Config) -> RouterFacts:
+        return router_facts(config, self._shape, load_profiles(config, self._shape))
+
+    def _capacity_of(self, facts: RouterFacts) -> float:
+        return sum(server_capacity(server, self._shape) for server in facts.servers.values())

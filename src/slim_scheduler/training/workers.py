@@ -1,0 +1,69 @@
+"""Rollouts from several processes at once. The workers are without torch, and end with the process that started them.
+
+`Workers` hands every worker the same parameters and returns their rollouts in the order of the workers, so that the
+result does not depend on who was faster.
+"""
+
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from slim_scheduler.config import Config
+from slim_scheduler.core.errors import SlimError
+from slim_scheduler.training.rollout import Actor, Order, Rollout
+
+
+class Workers:
+    """A context: the processes live as long as it does."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        start = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for worker in range(config.training.workers):
+            mine, theirs = start.Pipe()
+            process = start.Process(target=_work, args=(theirs, config, seed, worker), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def collect(self, order: Order) -> list[Rollout]:
+        for pipe in self._pipes:
+            pipe.send(order)
+        return [self._answer(worker) for worker in range(len(self._pipes))]
+
+    def _answer(self, worker: int) -> Rollout:
+        try:
+            answer = self._pipes[worker].recv()
+        except EOFError:
+            code = self._processes[worker].exitcode
+            raise SlimError(f"training worker {worker} ended with {code}; run `slim train` again to resume") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, Rollout)
+        return answer
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+def _work(pipe: Connection, config: Config, seed: int, worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
+    try:
+        actor = Actor(config, seed, worker)
+        while True:
+            order = pipe.recv()
+            pipe.send(actor.collect(order))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the main process is gone
+    except Exception as error:
+        pipe.send(error)
