@@ -87,7 +87,8 @@ def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, P
         )
         for server in config.servers
     }
-    return RouterFacts(shape, config.router.groups, servers, config.network.activations)
+    shared = config.network.shared_mbps is not None
+    return RouterFacts(shape, config.router.groups, servers, config.network.activations, shared)
 
 
 def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:

@@ -218,6 +218,7 @@ class Dispatcher:
             None if oldest.deadline is None else oldest.deadline - now,
             self._admission.widths(key[0], key[3]),
             key[3][0] if key[3] is not None else None,
+            now - self._ledger.items[oldest.item].request.request.arrival,
         )
         return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views)
 

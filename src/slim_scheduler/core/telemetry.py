@@ -83,7 +83,8 @@ class ServerView:
 class Head(msgspec.Struct, frozen=True, gc=False):
     """The oldest task's key, which the next decision is about, and how much of that key waits.
 
-    `widths` are the widths a decision may choose; `slack` is the time to the deadline, None without one.
+    `widths` are the widths a decision may choose; `slack` is the time to the deadline, None without one. `age` counts
+    from the task's entry to the FIFO, `item_age` from its request's arrival.
     """
 
     segment: int
@@ -94,6 +95,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     slack: Seconds | None
     widths: tuple[Width, ...]
     constraints: Constraints | None = None
+    item_age: Seconds = 0.0
 
 
 class View(msgspec.Struct, frozen=True, gc=False):

@@ -43,9 +43,10 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
 
 class RouterFacts(msgspec.Struct, frozen=True):
-    """`move_activations`: moving an activation between servers costs its bytes."""
+    """`move_activations`: moving an activation between servers costs its bytes. `shared_link`: one medium for all."""
 
     shape: ModelShape
     groups: tuple[int, ...]
     servers: dict[ServerName, ServerFacts]
     move_activations: bool
+    shared_link: bool = False
