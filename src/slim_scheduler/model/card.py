@@ -4,6 +4,7 @@
 the licences.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -116,13 +117,21 @@ def distance_text(manifest: Manifest) -> str:
         return text
     before, last = training.history[-2:]
     gain = 100 * (last.top1["1"] - before.top1["1"]) / max(1e-6, last.epoch - before.epoch)
+    floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.architecture.classes)
     return (
         f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} epochs, "
-        f"at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out images, "
-        f"and the widest net's loss on training batches was {last.loss:.2f} (label smoothing {training.recipe.label_smoothing:g} "
-        "alone leaves about 0.9): it has not fitted its training images yet, so it lacks epochs before it lacks size. "
-        "`slim fit --preset cifar100` on a GPU is the run that the targets need."
+        f"at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out images, and the "
+        f"widest net's loss on training batches was {last.loss:.2f}, where label smoothing allows {floor:.2f}: it has not "
+        "fitted its training images yet, so it lacks epochs before it lacks size. `slim fit --preset cifar100` on a GPU "
+        "is the run that the targets need."
     )
+
+
+def smoothed_label_entropy(smoothing: float, classes: int) -> float:
+    """The least cross-entropy that smoothed labels allow, in nats."""
+    other = smoothing / classes
+    right = 1.0 - smoothing + other
+    return -right * math.log(right) - ((classes - 1) * other * math.log(other) if other else 0.0)
 
 
 def recipe_text(manifest: Manifest) -> str:
@@ -182,7 +191,7 @@ TRIED = (
     "Muon three times as dear).\n\n"
     "One training step at 24 pixels, batch 256, beside another busy process: 2.1 s of CPU time with one compute "
     "thread, 4.2 s with two (they spin at the convolution library's barriers), 2.4 s with two workers that meet once "
-    "per step. Hence `workers`. On an idle machine glibc gives the large tensors of every step back to the kernel: with "
+    "per step. Hence `workers`. glibc gives the large tensors of every step back to the kernel: with "
     "`MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` at 4 GiB a CPU run loses no time to page faults."
 )
 LICENCES = (
