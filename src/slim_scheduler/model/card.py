@@ -119,11 +119,11 @@ def distance_text(manifest: Manifest) -> str:
     gain = 100 * (last.top1["1"] - before.top1["1"]) / max(1e-6, last.epoch - before.epoch)
     floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.architecture.classes)
     return (
-        f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} epochs, "
-        f"at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out images, and the "
-        f"widest net's loss on training batches was {last.loss:.2f}, where label smoothing allows {floor:.2f}: it has not "
-        "fitted its training images yet, so it lacks epochs before it lacks size. `slim fit --preset cifar100` on a GPU "
-        "is the run that the targets need."
+        f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} "
+        f"epochs, at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out "
+        f"images, and the widest net's loss on training batches was {last.loss:.2f}, where label smoothing allows "
+        f"{floor:.2f}: it has not fitted its training images yet, so it lacks epochs before it lacks size. "
+        "`slim fit --preset cifar100` on a GPU is the run that the targets need."
     )
 
 
