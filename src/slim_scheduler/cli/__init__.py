@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from slim_scheduler.cli import comparing, machine, model, running
+from slim_scheduler.cli import bound, comparing, machine, model, running
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -24,6 +24,7 @@ comparing.add_demo(app)
 model.add(app)
 running.add(app)
 comparing.add(app)
+bound.add(app)
 machine.add(app)
 
 

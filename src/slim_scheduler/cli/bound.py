@@ -1,0 +1,81 @@
+"""`slim frontier`: the bound as a table, a figure or JSON."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, examples
+from slim_scheduler.cli.running import read_config
+from slim_scheduler.cli.terminal import console, print_json
+
+if TYPE_CHECKING:
+    from slim_scheduler.frontier import FrontierPoint
+
+
+def add(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "slim frontier --config examples/reference/cluster.toml",
+            "slim frontier -c cluster.toml --load 500 --load 900 --accuracies 5 --out runs/frontier",
+            "slim frontier -c cluster.toml --rho 0.9 --json",
+        )
+    )(frontier)
+
+
+def frontier(
+    config: ConfigFile,
+    load: Annotated[list[float] | None, typer.Option("--load", help="Items per second; repeatable.")] = None,
+    rho: Annotated[float, typer.Option("--rho", help="How busy each device and link may be, above 0 to 1.")] = 1.0,
+    accuracies: Annotated[
+        int, typer.Option("--accuracies", min=1, help="So many accuracies per load, each with its least energy.")
+    ] = 1,
+    table: Annotated[str, typer.Option("--table", help="Accuracy table: test or held-out.")] = "test",
+    out: Out = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """The best accuracy that any router can hold at each load, and the least energy it takes: the bound."""
+    from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+    from slim_scheduler.core.errors import ConfigError
+    from slim_scheduler.frontier import frontier as points_of
+    from slim_scheduler.machines import load_profiles, load_shape
+    from slim_scheduler.runs import write_json
+
+    if table not in TABLE_FILES:
+        raise ConfigError(f"accuracy table {table} is unknown; available: {', '.join(TABLE_FILES)}")
+    settings = read_config(config, overrides)
+    shape = load_shape(settings)
+    accuracy = AccuracyTable.load(Path(settings.model.path) / TABLE_FILES[table])
+    profiles = load_profiles(settings, shape)
+    points = points_of(settings, shape, profiles, accuracy, load or (), rho=rho, levels=accuracies)
+    content = [point.to_json() for point in points]
+    if out is not None:
+        from slim_scheduler.report.bound_figure import write_bound_figure
+
+        write_json(out / "frontier.json", content)
+        write_bound_figure(points, out / "frontier.svg")
+    if as_json:
+        print_json(content)
+        return
+    _print_table(points)
+    if out is not None:
+        console().print(f"{out / 'frontier.json'}, {out / 'frontier.svg'}", soft_wrap=True)
+
+
+def _print_table(points: "list[FrontierPoint]") -> None:
+    from rich.table import Table
+
+    most = points[0].max_load_items_s
+    table = Table(title=f"The bound: this cluster carries at most {most:,.0f} items/s", title_justify="left")
+    for name in ("load, items/s", "of the highest", "accuracy, %", "energy, J per item", "mean width by segment"):
+        table.add_column(name, justify="right")
+    for point in points:
+        load = (f"{point.load_items_s:,.0f}", f"{point.load_items_s / most:.0%}")
+        if point.plan is None:
+            table.add_row(*load, "cannot be carried")
+            continue
+        means = [sum(w * s for (_, w), s in by.items()) for _, by in sorted(point.plan.shares().items())]
+        mean_widths = " ".join(f"{mean:.2f}" for mean in means)
+        table.add_row(*load, f"{100 * point.plan.accuracy:.2f}", f"{point.plan.energy_per_item:.4g}", mean_widths)
+    console().print(table)
