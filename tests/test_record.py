@@ -85,7 +85,7 @@ def test_what_is_known_of_the_run_travels_with_the_file(tmp_path: Path) -> None:
 def test_equal_records_hash_equal_however_they_are_chunked(tmp_path: Path) -> None:
     whole = recorded("blocks")
     streamed = Recorder("blocks", lambda item, widths: item == 1, path=tmp_path / "record.parquet")
-    streamed._chunk_steps = 1
+    streamed._chunk_steps = streamed._chunk_end = 1
     for step in STEPS:
         streamed.step(*step)
     streamed.write(tmp_path / "record.parquet", INFO)

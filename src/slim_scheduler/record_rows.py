@@ -4,6 +4,7 @@ Owns the schema and the conversion of a chunk of messages to one Arrow table, co
 loop over rows would cost more than the scheduling it records. `record.py` collects the messages and owns the file.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from slim_scheduler.core import messages as m
-from slim_scheduler.core.types import ItemId, ItemOutcome, Request, RequestId, Seconds, WidthTuple
+from slim_scheduler.core.types import ItemId, ItemOutcome, Outcome, Request, RequestId, Seconds, WidthTuple
+from slim_scheduler.record import Level
 
 # (time, machine, message, step, position): position 0 is the event of a step, its commands follow.
 Row = tuple[Seconds, str, Any, int, int]
 Judge = Callable[[ItemId, WidthTuple], bool | None]
-Columns = dict[str, Any]
 
 SCHEMA = pa.schema(
     [
@@ -87,12 +88,15 @@ class TupleNames(dict[tuple[Any, ...], str]):
         return name
 
 
+Extract = Callable[[Sequence[Any], TupleNames], Any]  # the values of one column, from all rows of a kind
+
+
 def table(
     rows: Mapping[type, Sequence[Row]],
     requests: dict[RequestId, Request],
     judge: Judge,
     names: TupleNames,
-    payloads: bool,
+    level: Level,
 ) -> pa.Table:
     """One table of all rows in the order of their steps; `requests` are those that wait for their answer."""
     parts = []
@@ -100,15 +104,12 @@ def table(
         if not of_kind:
             continue
         if kind is m.RequestArrived:
-            requests.update((row[2].request.request_id, row[2].request) for row in of_kind)
-        if kind is not m.Reply or payloads:
-            messages = [row[2] for row in of_kind]
-            columns = _COLUMNS[kind](messages, names) if kind in _COLUMNS else {}
-            if payloads:
-                columns["payload"] = [_ENCODE(message).decode() for message in messages]
-            parts.append(_part(kind.__name__, of_kind, columns))
+            requests.update([(row[2].request.request_id, row[2].request) for row in of_kind])
+        if kind is not m.Reply or level == "full":
+            parts.append(_part(kind.__name__, of_kind, [row[2] for row in of_kind], _COLUMNS[kind], names, level))
         if kind is m.Reply:
-            parts.append(_items(of_kind, requests, judge, names))
+            ended = _ended_items(of_kind, requests, judge)
+            parts.append(_part(ItemOutcome.__name__, [e.row for e in ended], ended, _ITEM_COLUMNS, names, level))
     if not parts:
         return SCHEMA.empty_table()
     joined = pa.concat_tables(parts)
@@ -119,12 +120,26 @@ def table(
 _ENCODE = msgspec.json.Encoder().encode
 
 
-def _part(kind: str, rows: Sequence[Row], columns: Columns) -> pa.Table:
-    columns["time"] = [row[0] for row in rows]
-    columns["machine"] = [row[1] for row in rows]
-    columns["step"] = [row[3] for row in rows]
-    columns["position"] = [row[4] for row in rows]
-    columns["kind"] = pa.repeat(kind, len(rows))
+def _part(
+    kind: str,
+    rows: Sequence[Row],
+    sources: Sequence[Any],
+    extractors: Mapping[str, Extract],
+    names: TupleNames,
+    level: Level,
+) -> pa.Table:
+    """The rows of one kind, whose columns come out of `sources`, one per row."""
+    skipped = _NOT_IN_SUMMARY.get(kind, frozenset()) if level == "summary" else frozenset()
+    columns: dict[str, Any] = {
+        "time": [row[0] for row in rows],
+        "machine": [row[1] for row in rows],
+        "step": [row[3] for row in rows],
+        "position": [row[4] for row in rows],
+        "kind": pa.repeat(kind, len(rows)),
+    }
+    columns.update([(name, of(sources, names)) for name, of in extractors.items() if name not in skipped])
+    if level == "full" and kind != ItemOutcome.__name__:
+        columns["payload"] = [_ENCODE(message).decode() for message in sources]
     arrays = []
     for field in SCHEMA:
         values = columns.get(field.name)
@@ -135,26 +150,24 @@ def _part(kind: str, rows: Sequence[Row], columns: Columns) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def _items(rows: Sequence[Row], requests: dict[RequestId, Request], judge: Judge, names: TupleNames) -> pa.Table:
-    """One row per item of each reply, joined with its request's arrival and deadline."""
-    asked = [requests.pop(row[2].request_id, None) for row in rows]
-    spread = [(row, request, item) for row, request in zip(rows, asked, strict=True) for item in row[2].items]
-    items: list[ItemOutcome] = [item for _, _, item in spread]
-    columns: Columns = {
-        "request": [row[2].request_id for row, _, _ in spread],
-        "item": [item.item for item in items],
-        "arrival": [request and request.arrival for _, request, _ in spread],
-        "deadline": [request and request.deadline for _, request, _ in spread],
-        "outcome": [item.outcome.value for item in items],
-        "widths": [names[item.widths] for item in items],
-        "servers": [names[item.servers] for item in items],
-        "queue_s": [item.queue_s for item in items],
-        "compute_s": [item.compute_s for item in items],
-        "energy_j": [item.energy_j for item in items],
-        "right": [judge(item.item, item.widths) if item.outcome == "answered" else None for item in items],
-        "reason": [item.reason or row[2].reason or None for row, _, item in spread],
-    }
-    return _part(ItemOutcome.__name__, [row for row, _, _ in spread], columns)
+class _Ended(msgspec.Struct, frozen=True, gc=False):
+    """An item's end, with the reply that said so, the request it came with and the judge's verdict."""
+
+    row: Row
+    request: Request | None
+    item: ItemOutcome
+    right: bool | None
+
+
+def _ended_items(rows: Sequence[Row], requests: dict[RequestId, Request], judge: Judge) -> list[_Ended]:
+    ended = []
+    for row in rows:
+        reply = row[2]
+        request = requests.pop(reply.request_id, None)
+        for item in reply.items:
+            right = judge(item.item, item.widths) if item.outcome is Outcome.ANSWERED else None
+            ended.append(_Ended(row, request, item, right))
+    return ended
 
 
 def _lists(values: Sequence[Any], lengths: Sequence[int], kind: pa.DataType) -> pa.Array:
@@ -163,117 +176,121 @@ def _lists(values: Sequence[Any], lengths: Sequence[int], kind: pa.DataType) -> 
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
 
 
-def _requests(messages: Sequence[m.RequestArrived], names: TupleNames) -> Columns:
-    requests = [message.request for message in messages]
-    sizes = [len(request.items) for request in requests]
-    return {
-        "request": [request.request_id for request in requests],
-        "arrival": [request.arrival for request in requests],
-        "deadline": [request.deadline for request in requests],
-        "size": sizes,
-        "items": _lists(list(chain.from_iterable(r.items for r in requests)), sizes, pa.int64()),
-    }
+def _items_of_requests(messages: Sequence[m.RequestArrived], names: TupleNames) -> pa.Array:
+    items = [message.request.items for message in messages]
+    return _lists(list(chain.from_iterable(items)), [len(of) for of in items], pa.int64())
 
 
-def _blocks(messages: Sequence[m.BlockFinished], names: TupleNames) -> Columns:
-    decisions = [message.decision for message in messages]
-    done = [len(message.ran) for message in messages]
-    ran = list(chain.from_iterable(message.ran for message in messages))
-    return {
-        "block": [message.block_id for message in messages],
-        "server": [decision.server for decision in decisions],
-        "requested_width": [decision.width for decision in decisions],
-        "group": [decision.group for decision in decisions],
-        "segment": [message.segment for message in messages],
-        "previous_width": [message.previous_width for message in messages],
-        "size": [message.size for message in messages],
-        "decided_at": [message.decided_at for message in messages],
-        "finished_at": [message.finished_at for message in messages],
-        "latency": [message.latency for message in messages],
-        "lost": [message.lost for message in messages],
-        "fifo_length": [message.fifo_length for message in messages],
-        "completed": [message.completed for message in messages],
-        "router": [message.router for message in messages],
-        "items": _lists([pair[0] for pair in ran], done, pa.int64()),
-        "ran": _lists([names[pair[1]] for pair in ran], done, pa.string()),
-    }
+def _items_of_blocks(messages: Sequence[m.BlockFinished], names: TupleNames) -> pa.Array:
+    items = [pair[0] for message in messages for pair in message.ran]
+    return _lists(items, [len(message.ran) for message in messages], pa.int64())
 
 
-def _started(messages: Sequence[m.StartBatch], names: TupleNames) -> Columns:
-    batches = [message.batch for message in messages]
-    return {
-        "batch": [batch.batch_id for batch in batches],
-        "instance": [batch.instance for batch in batches],
-        "segment": [batch.segment for batch in batches],
-        "width": [batch.width for batch in batches],
-        "requested_width": [batch.requested_width for batch in batches],
-        "previous_width": [batch.previous_width for batch in batches],
-        "size": [len(batch.tasks) for batch in batches],
-        "started": [batch.started for batch in batches],
-    }
+def _ran(messages: Sequence[m.BlockFinished], names: TupleNames) -> pa.Array:
+    ran = [names[pair[1]] for message in messages for pair in message.ran]
+    return _lists(ran, [len(message.ran) for message in messages], pa.string())
 
 
-def _reported(messages: Sequence[m.BatchReported], names: TupleNames) -> Columns:
-    return {
-        "server": [message.server for message in messages],
-        "batch": [message.batch_id for message in messages],
-        "segment": [message.segment for message in messages],
-        "width": [message.width for message in messages],
-        "size": [len(message.tasks) for message in messages],
-        "started": [message.started for message in messages],
-        "finished_at": [message.finished for message in messages],
-        "energy_j": [message.energy_j for message in messages],
-    }
-
-
-def _reports(messages: Sequence[m.ServerReported], names: TupleNames) -> Columns:
-    reports = [message.report for message in messages]
-    return {
-        "server": [report.server for report in reports],
-        "utilization": [report.utilization for report in reports],
-        "power_w": [report.power_w for report in reports],
-        "energy_j": [report.energy_j for report in reports],
-        "energy_source": [report.energy_source for report in reports],
-        "queue": [report.queue_per_segment for report in reports],
-        "running_tasks": [report.running_tasks for report in reports],
-        "memory_used": [report.memory_used for report in reports],
-    }
-
-
-def _fields(**fields: str) -> Callable[[Sequence[Any], TupleNames], Columns]:
+def _fields(**fields: str) -> dict[str, Extract]:
     """Columns that are plain fields of the message: column=field."""
 
-    def columns(messages: Sequence[Any], names: TupleNames) -> Columns:
-        return {column: [getattr(x, field) for x in messages] for column, field in fields.items()}
+    def column(field: str) -> Extract:
+        return lambda messages, names: [getattr(message, field) for message in messages]
 
-    return columns
-
-
-def _returned(messages: Sequence[m.TasksReturned], names: TupleNames) -> Columns:
-    return {
-        "server": [message.server for message in messages],
-        "size": [len(message.tasks) for message in messages],
-        "reason": [message.reason for message in messages],
-    }
+    return {name: column(field) for name, field in fields.items()}
 
 
-_COLUMNS: dict[type, Callable[[Sequence[Any], TupleNames], Columns]] = {
-    m.RequestArrived: _requests,
-    m.RequestCancelled: _fields(request="request_id"),
-    m.ServerJoined: _fields(server="server", size="credit_tasks"),
-    m.ServerLeft: _fields(server="server", reason="reason"),
-    m.RouterTooSlow: _fields(seconds="seconds"),
-    m.RouterFellBack: _fields(reason="reason", until="until"),
-    m.ServerChanged: _fields(server="server", up="up", reason="reason", size="requeued"),
-    m.BlockFinished: _blocks,
-    m.StartBatch: _started,
-    m.BatchReported: _reported,
-    m.BatchFailed: _fields(batch="batch_id", reason="reason"),
-    m.TasksReturned: _returned,
-    m.ServerReported: _reports,
-    m.LoadInstance: _fields(instance="instance", segment="segment", width="width", bytes="reserved"),
-    m.InstanceReady: _fields(instance="instance"),
-    m.InstanceFailed: _fields(instance="instance", reason="reason"),
-    m.UnloadInstance: _fields(instance="instance"),
-    m.InstanceUnloaded: _fields(instance="instance"),
+# What `summary.py` and the figures do without.
+_NOT_IN_SUMMARY = {
+    ItemOutcome.__name__: frozenset({"widths", "servers", "queue_s", "compute_s", "energy_j", "reason"}),
+    m.BlockFinished.__name__: frozenset(
+        {"block", "server", "previous_width", "group", "fifo_length", "completed", "router"}
+    ),
 }
+
+# Comprehensions over the whole chunk, one per column: a function call per row would cost more than all else.
+_ITEM_COLUMNS: dict[str, Extract] = {
+    "request": lambda ended, _: [e.row[2].request_id for e in ended],
+    "item": lambda ended, _: [e.item.item for e in ended],
+    "arrival": lambda ended, _: [e.request and e.request.arrival for e in ended],
+    "deadline": lambda ended, _: [e.request and e.request.deadline for e in ended],
+    "outcome": lambda ended, _: [e.item.outcome for e in ended],
+    "widths": lambda ended, names: [names[e.item.widths] for e in ended],
+    "servers": lambda ended, names: [names[e.item.servers] for e in ended],
+    "queue_s": lambda ended, _: [e.item.queue_s for e in ended],
+    "compute_s": lambda ended, _: [e.item.compute_s for e in ended],
+    "energy_j": lambda ended, _: [e.item.energy_j for e in ended],
+    "right": lambda ended, _: [e.right for e in ended],
+    "reason": lambda ended, _: [e.item.reason or e.row[2].reason or None for e in ended],
+}
+_COLUMNS: dict[type, dict[str, Extract]] = defaultdict(
+    dict,
+    {
+        m.RequestArrived: {
+            "request": lambda arrived, _: [x.request.request_id for x in arrived],
+            "arrival": lambda arrived, _: [x.request.arrival for x in arrived],
+            "deadline": lambda arrived, _: [x.request.deadline for x in arrived],
+            "size": lambda arrived, _: [len(x.request.items) for x in arrived],
+            "items": _items_of_requests,
+        },
+        m.RequestCancelled: _fields(request="request_id"),
+        m.ServerJoined: _fields(server="server", size="credit_tasks"),
+        m.ServerLeft: _fields(server="server", reason="reason"),
+        m.RouterTooSlow: _fields(seconds="seconds"),
+        m.RouterFellBack: _fields(reason="reason", until="until"),
+        m.ServerChanged: _fields(server="server", up="up", reason="reason", size="requeued"),
+        m.BlockFinished: {
+            "block": lambda blocks, _: [x.block_id for x in blocks],
+            "server": lambda blocks, _: [x.decision.server for x in blocks],
+            "requested_width": lambda blocks, _: [x.decision.width for x in blocks],
+            "group": lambda blocks, _: [x.decision.group for x in blocks],
+            "segment": lambda blocks, _: [x.segment for x in blocks],
+            "previous_width": lambda blocks, _: [x.previous_width for x in blocks],
+            "size": lambda blocks, _: [x.size for x in blocks],
+            "decided_at": lambda blocks, _: [x.decided_at for x in blocks],
+            "finished_at": lambda blocks, _: [x.finished_at for x in blocks],
+            "latency": lambda blocks, _: [x.latency for x in blocks],
+            "lost": lambda blocks, _: [x.lost for x in blocks],
+            "fifo_length": lambda blocks, _: [x.fifo_length for x in blocks],
+            "completed": lambda blocks, _: [x.completed for x in blocks],
+            "router": lambda blocks, _: [x.router for x in blocks],
+            "items": _items_of_blocks,
+            "ran": _ran,
+        },
+        m.StartBatch: {
+            "batch": lambda started, _: [x.batch.batch_id for x in started],
+            "instance": lambda started, _: [x.batch.instance for x in started],
+            "segment": lambda started, _: [x.batch.segment for x in started],
+            "width": lambda started, _: [x.batch.width for x in started],
+            "requested_width": lambda started, _: [x.batch.requested_width for x in started],
+            "previous_width": lambda started, _: [x.batch.previous_width for x in started],
+            "size": lambda started, _: [len(x.batch.tasks) for x in started],
+            "started": lambda started, _: [x.batch.started for x in started],
+        },
+        m.BatchReported: {
+            **_fields(server="server", batch="batch_id", segment="segment", width="width", started="started"),
+            **_fields(finished_at="finished", energy_j="energy_j"),
+            "size": lambda reported, _: [len(x.tasks) for x in reported],
+        },
+        m.BatchFailed: _fields(batch="batch_id", reason="reason"),
+        m.TasksReturned: {
+            **_fields(server="server", reason="reason"),
+            "size": lambda returned, _: [len(x.tasks) for x in returned],
+        },
+        m.ServerReported: {
+            "server": lambda reported, _: [x.report.server for x in reported],
+            "utilization": lambda reported, _: [x.report.utilization for x in reported],
+            "power_w": lambda reported, _: [x.report.power_w for x in reported],
+            "energy_j": lambda reported, _: [x.report.energy_j for x in reported],
+            "energy_source": lambda reported, _: [x.report.energy_source for x in reported],
+            "queue": lambda reported, _: [x.report.queue_per_segment for x in reported],
+            "running_tasks": lambda reported, _: [x.report.running_tasks for x in reported],
+            "memory_used": lambda reported, _: [x.report.memory_used for x in reported],
+        },
+        m.LoadInstance: _fields(instance="instance", segment="segment", width="width", bytes="reserved"),
+        m.InstanceReady: _fields(instance="instance"),
+        m.InstanceFailed: _fields(instance="instance", reason="reason"),
+        m.UnloadInstance: _fields(instance="instance"),
+        m.InstanceUnloaded: _fields(instance="instance"),
+    },
+)
