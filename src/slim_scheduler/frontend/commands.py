@@ -38,6 +38,8 @@ def serve(
     allow_origin: Annotated[list[str] | None, typer.Option(help="An Origin that may ask; repeatable.")] = None,
     layout: Annotated[str, typer.Option(help="Order of an image's axes: NCHW or NHWC.")] = "NCHW",
     grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that SIGTERM leaves to requests in flight.")] = 30.0,
+    head_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's head.")] = 10.0,
+    body_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's body.")] = 30.0,
     router: Annotated[str | None, typer.Option("--router", "-r", help="Router; the file's by default.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything left to chance.")] = 0,
     overrides: Annotated[
@@ -47,6 +49,7 @@ def serve(
     """The server: Open Inference Protocol over HTTP and gRPC, metrics, and the live page at /."""
     from slim_scheduler.config import load_config
     from slim_scheduler.core.errors import ConfigError
+    from slim_scheduler.frontend.limits import Limits
     from slim_scheduler.frontend.server import serve as run
 
     if layout not in ("NCHW", "NHWC"):
@@ -69,6 +72,7 @@ def serve(
         layout=layout,  # type: ignore[arg-type]
         seed=seed,
         grace_s=grace_s,
+        limits=Limits(head_timeout_s=head_timeout_s, body_timeout_s=body_timeout_s),
         announce=lambda line: print(line, flush=True),
     )
 

@@ -75,6 +75,8 @@ class HttpFront:
             log.exception("a defect of the server, in %s", path)
             await self._refuse(Refusal(Kind.INTERNAL, "a defect of the server; its log says more"), headers, send)
             return
+        if len(path) > 1 and path.endswith("/"):
+            scope["path"] = path.rstrip("/")  # with and without: a redirect would lose a POST's body
         await self._routes(scope, receive, send)
 
     async def _infer(

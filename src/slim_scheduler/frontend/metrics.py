@@ -13,6 +13,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    UnknownMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -189,6 +190,7 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
 
 
 def _triton(served: list[Served]) -> Iterator[Metric]:
+    """Untyped, because a counter would be given the suffix `_total`, which Triton's names do not have."""
     labels = ["model", "version"]
     names = (
         ("nv_inference_request_success", "Answered requests."),
@@ -199,7 +201,7 @@ def _triton(served: list[Served]) -> Iterator[Metric]:
         ("nv_inference_queue_duration_us", "Cumulative waiting time of answered items."),
         ("nv_inference_compute_infer_duration_us", "Cumulative compute time of answered items."),
     )
-    families = [CounterMetricFamily(name, text, labels=labels) for name, text in names]
+    families = [UnknownMetricFamily(name, text, labels=labels) for name, text in names]
     pending = GaugeMetricFamily("nv_inference_pending_request_count", "Requests not yet ended.", labels=labels)
     for one in served:
         requests, items, observer = one.counts()["requests"], one.counts()["items"], one.observer
