@@ -21,8 +21,8 @@ from slim_scheduler.record import Recorder
 from slim_scheduler.sim.host import Simulation
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "demo" / "cluster.toml"
-RATE = 6_000.0  # items per second: so much that groups are full, and not more than the cluster carries
-DURATION_S = 5.0
+RATE = 3_000.0  # items per second: half as much again as this cluster carries, so that groups are full
+DURATION_S = 4.0  # it drains before twice that
 ROUTER = "random"  # the one router that draws its group from `groups`
 PAIRS_PER_SLICE = 5_000
 STEPS_PER_SLICE = 500

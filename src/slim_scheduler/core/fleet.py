@@ -61,8 +61,15 @@ class Fleet:
         self.views[name] = ServerView(name, credit_tasks, incarnation, now)
         self._blocks[name] = {}
 
+    def remove(self, name: ServerName) -> None:
+        """Forgets a server whose tasks have all been given up."""
+        del self.views[name], self._blocks[name]
+
     def any_available(self) -> bool:
-        return any(view.up and view.outstanding < view.credit_tasks for view in self.views.values())
+        for view in self.views.values():
+            if view.up and not view.draining and view.outstanding < view.credit_tasks:
+                return True
+        return False
 
     def any_up(self) -> bool:
         return any(view.up for view in self.views.values())

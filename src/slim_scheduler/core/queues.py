@@ -5,7 +5,8 @@ width, previous width). An entry's order is (rank, sequence): rank is its time o
 that they age and never starve; the sequence breaks ties in the order of entry.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -16,12 +17,50 @@ K = TypeVar("K", bound=Hashable)
 Entry = tuple[Seconds, int, Task, int]
 
 
+class _Lane:
+    """One key's entries: those that came in order, and a heap of those that did not (another priority, a retry).
+
+    `announced` is the sequence of the entry under which the lane stands in the queue's heap of heads.
+    """
+
+    __slots__ = ("announced", "count", "early", "in_order")
+
+    def __init__(self, entry: Entry) -> None:
+        self.in_order: deque[Entry] = deque((entry,))
+        self.early: list[Entry] = []
+        self.count = 1
+        self.announced = entry[1]
+
+    def first(self) -> Entry:
+        early, in_order = self.early, self.in_order
+        if not early or (in_order and in_order[0] < early[0]):
+            return in_order[0]
+        return early[0]
+
+    def pop(self) -> Entry:
+        early, in_order = self.early, self.in_order
+        if not early or (in_order and in_order[0] < early[0]):
+            return in_order.popleft()
+        return heappop(early)
+
+    def insert(self, entry: Entry) -> None:
+        in_order = self.in_order
+        if not in_order or entry > in_order[-1]:
+            in_order.append(entry)
+        elif entry < in_order[0]:
+            in_order.appendleft(entry)
+        else:
+            heappush(self.early, entry)
+        self.count += 1
+
+
 class KeyedQueue(Generic[K]):
-    """Entries by key, each key a heap in (rank, sequence) order. Removal marks, and the mark is cleared on the way."""
+    """Entries by key. Each key's head is announced in one heap, out of date entries of which are dropped when they
+    surface; so is a removed task when it becomes its key's head."""
 
     def __init__(self) -> None:
-        self._heaps: dict[K, list[Entry]] = {}
-        self._counts: dict[K, int] = {}
+        self._lanes: dict[K, _Lane] = {}
+        self._heads: list[tuple[Seconds, int, K]] = []
         self._removed: set[TaskId] = set()
         self._sequence = 0
         self._length = 0
@@ -30,85 +69,118 @@ class KeyedQueue(Generic[K]):
         return self._length
 
     def push(self, key: K, rank: Seconds, task: Task, tag: int = 0) -> None:
-        self._sequence += 1
-        self._insert(key, (rank, self._sequence, task, tag))
+        self._sequence = sequence = self._sequence + 1
+        self._insert(key, (rank, sequence, task, tag))
 
-    def put_back(self, key: K, entries: Iterable[Entry]) -> None:
+    def put_back(self, key: K, entries: Sequence[Entry]) -> None:
         """Returns taken entries to the place they had."""
-        for entry in entries:
+        for entry in reversed(entries):
             self._insert(key, entry)
 
     def take(self, key: K, limit: int) -> list[Entry]:
         """Removes and returns the first up to `limit` entries of a key, in order."""
-        heap, removed = self._heaps[key], self._removed
-        taken: list[Entry] = []
-        while heap and len(taken) < limit:
-            entry = heappop(heap)
-            if removed and entry[2].task_id in removed:
-                removed.discard(entry[2].task_id)
-            else:
-                taken.append(entry)
-        self._forget(key, len(taken))
+        lane, removed = self._lanes[key], self._removed
+        if not removed and not lane.early:
+            in_order = lane.in_order
+            taken = [in_order.popleft() for _ in range(min(limit, len(in_order)))]
+        else:
+            taken = []
+            while len(taken) < limit and len(taken) < lane.count:
+                entry = lane.pop()
+                if entry[2].task_id in removed:
+                    removed.discard(entry[2].task_id)
+                else:
+                    taken.append(entry)
+        self._forget(key, lane, len(taken))
         return taken
 
     def remove(self, key: K, task_id: TaskId) -> None:
         """Drops a waiting task. The caller knows that it waits under this key."""
         self._removed.add(task_id)
-        self._forget(key, 1)
+        self._forget(key, self._lanes[key], 1)
 
     def head(self, skip: Callable[[K], bool] | None = None) -> K | None:
         """The key of the oldest entry, passing over keys for which `skip` holds."""
-        best: Entry | None = None
-        found: K | None = None
-        for key, heap in self._heaps.items():
-            if skip is not None and skip(key):
-                continue
-            first = self._first(heap)
-            if best is None or first < best:
-                best, found = first, key
-        return found
+        if skip is not None:
+            return self._head_but(skip)
+        heads, lanes = self._heads, self._lanes
+        while heads:
+            _, sequence, key = heads[0]
+            lane = lanes.get(key)
+            if lane is not None and lane.announced == sequence:
+                first = self._first(lane)
+                if first[1] == sequence:
+                    return key
+                heappop(heads)
+                self._announce(key, lane, first)
+            else:
+                heappop(heads)
+        return None
 
     def oldest(self, key: K) -> Task:
-        return self._first(self._heaps[key])[2]
+        return self._first(self._lanes[key])[2]
 
     def count(self, key: K) -> int:
-        return self._counts.get(key, 0)
+        lane = self._lanes.get(key)
+        return 0 if lane is None else lane.count
 
     def counts(self) -> dict[K, int]:
-        """How many wait, by key; read only."""
-        return self._counts
+        """How many wait, by key."""
+        return {key: lane.count for key, lane in self._lanes.items()}
 
     def entries(self) -> Iterator[tuple[K, Entry]]:
         """All waiting entries, in no particular order."""
-        for key, heap in self._heaps.items():
-            for entry in heap:
+        for key, lane in self._lanes.items():
+            for entry in (*lane.in_order, *lane.early):
                 if entry[2].task_id not in self._removed:
                     yield key, entry
 
     def check_invariants(self) -> None:
         live = list(self.entries())
-        assert len(live) == self._length == sum(self._counts.values()), "lengths disagree"
+        assert len(live) == self._length == sum(self.counts().values()), "lengths disagree"
         assert len({entry[2].task_id for _, entry in live}) == len(live), "a task waits twice"
+        for lane in self._lanes.values():
+            places = [entry[:2] for entry in lane.in_order]
+            assert places == sorted(places), "a lane out of order"
+        if live:
+            assert self.head() == min(live, key=lambda found: found[1][:2])[0], "the head is not the oldest"
 
     def _insert(self, key: K, entry: Entry) -> None:
-        heap = self._heaps.get(key)
-        if heap is None:
-            self._heaps[key] = [entry]
-            self._counts[key] = 1
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(entry)
+            heappush(self._heads, (entry[0], entry[1], key))
         else:
-            heappush(heap, entry)
-            self._counts[key] += 1
+            lane.insert(entry)
+            if lane.first() is entry and lane.announced != entry[1]:
+                self._announce(key, lane, entry)
         self._length += 1
 
-    def _first(self, heap: list[Entry]) -> Entry:
-        while self._removed and heap[0][2].task_id in self._removed:
-            self._removed.discard(heappop(heap)[2].task_id)
-        return heap[0]
+    def _head_but(self, skip: Callable[[K], bool]) -> K | None:
+        best: Entry | None = None
+        found: K | None = None
+        for key, lane in self._lanes.items():
+            first = None if skip(key) else self._first(lane)
+            if first is not None and (best is None or first < best):
+                best, found = first, key
+        return found
 
-    def _forget(self, key: K, taken: int) -> None:
-        self._length -= taken
-        self._counts[key] -= taken
-        if not self._counts[key]:
-            for entry in self._heaps.pop(key):
+    def _announce(self, key: K, lane: _Lane, entry: Entry) -> None:
+        lane.announced = entry[1]
+        heappush(self._heads, (entry[0], entry[1], key))
+
+    def _first(self, lane: _Lane) -> Entry:
+        removed = self._removed
+        entry = lane.first()
+        while removed and entry[2].task_id in removed:
+            removed.discard(lane.pop()[2].task_id)
+            entry = lane.first()
+        return entry
+
+    def _forget(self, key: K, lane: _Lane, gone: int) -> None:
+        self._length -= gone
+        lane.count -= gone
+        if not lane.count:
+            for entry in (*lane.in_order, *lane.early):
                 self._removed.discard(entry[2].task_id)
-            del self._counts[key]
+            del self._lanes[key]

@@ -99,7 +99,7 @@ class ServerScheduler:
             case CancelTasks():
                 self._cancel(set(event.tasks), commands)
             case BatchFailed():
-                self._batch_failed(event, commands)
+                self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, commands)
         self._start_batches(now, commands)
@@ -262,11 +262,12 @@ class ServerScheduler:
 
     # ---- what goes wrong
 
-    def _batch_failed(self, event: BatchFailed, commands: list[ServerCommand]) -> None:
+    def _batch_failed(self, event: BatchFailed, now: Seconds, commands: list[ServerCommand]) -> None:
         batch, instance, key, entries = self._running.pop(event.batch_id)
         if event.out_of_memory and len(entries) > 1:
             # Split, and remember: from now on this (segment, width) runs smaller batches.
             instance.move(InstanceState.FREE)
+            instance.last_used = now
             self._batch_limits[batch.segment, batch.width] = len(entries) // 2
             self._queue.put_back(key, entries)
             self._queued_per_segment[batch.segment] += len(entries)
