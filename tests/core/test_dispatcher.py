@@ -8,6 +8,8 @@ from slim_scheduler.core.messages import (
     RouterFellBack,
     RouterTooSlow,
     ServerChanged,
+    ServerDraining,
+    ServerJoined,
     ServerLeft,
     TasksReturned,
     TimerFired,
@@ -327,3 +329,22 @@ def test_a_lower_priority_ages_and_is_not_starved():
         (block,) = sent(made.handle(done(block, at), at))
         order.append(block.tasks[0].item)
     assert order == [300, 200, 400]
+
+
+def test_a_draining_server_finishes_what_it_has_and_gets_no_more():
+    made = dispatcher(servers=("a", "b"), credit=1)
+    (first,) = sent(made.handle(request(1), 0.0))
+    made.handle(ServerDraining(first.server), 0.1)
+    (other,) = sent(made.handle(request(2), 0.2))
+    assert other.server != first.server
+    assert sent(made.handle(done(first, 0.3), 0.3)) == [], "its next segment waits for the other server"
+    assert made.counts["items"]["in_flight"] == 2
+
+
+def test_a_removed_server_is_no_longer_seen_by_routers():
+    made = dispatcher(servers=("a", "b"))
+    made.handle(ServerLeft("a", "removed", removed=True), 0.1)
+    assert list(made.servers) == ["b"]
+    assert sent(made.handle(request(1), 0.2))[0].server == "b"
+    made.handle(ServerJoined("a", 8), 0.3)
+    assert list(made.servers) == ["b", "a"]

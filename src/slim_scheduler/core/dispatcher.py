@@ -25,6 +25,7 @@ from slim_scheduler.core.messages import (
     RouterTooSlow,
     SendBlock,
     ServerChanged,
+    ServerDraining,
     ServerJoined,
     ServerLeft,
     ServerReported,
@@ -141,9 +142,11 @@ class Dispatcher:
                 self._abandon(event.request_id, Outcome.CANCELLED, "cancelled by the client", now)
             case ServerJoined():
                 self._join(event, now)
-            case ServerLeft():
+            case ServerDraining():
                 if event.server in self._fleet.views:
-                    self._lose(event.server, event.reason, now)
+                    self._fleet.views[event.server].draining = True
+            case ServerLeft():
+                self._leave(event, now)
             case RouterTooSlow():
                 self._suspend_router(event.seconds, now)
 
@@ -155,7 +158,7 @@ class Dispatcher:
             if key is None:
                 return None
             held, self._held = self._held, None
-            if held is None or held[0] != key or not fleet.views[held[1].server].up:
+            if held is None or held[0] != key or not self._may_hold(held[1].server):
                 self._key_due = key
                 return self._view(key, now)
             if not fleet.views[held[1].server].available:
@@ -163,6 +166,10 @@ class Dispatcher:
                 return None
             self._send(*held, now)
         return None
+
+    def _may_hold(self, server: ServerName) -> bool:
+        view = self._fleet.views.get(server)
+        return view is not None and view.in_service
 
     def decide(self, view: View) -> Decision:
         """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
@@ -375,6 +382,12 @@ class Dispatcher:
         self._fleet.join(event.server, event.credit_tasks, event.incarnation, now)
         self._all_down_since = None
         self._wake_at = float("inf")
+
+    def _leave(self, event: ServerLeft, now: Seconds) -> None:
+        if event.server in self._fleet.views:
+            self._lose(event.server, event.reason, now)
+            if event.removed:
+                self._fleet.remove(event.server)
 
     def _hear(self, report: ServerReport, now: Seconds) -> None:
         view = self._fleet.views.get(report.server)

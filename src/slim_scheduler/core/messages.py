@@ -83,11 +83,21 @@ class ServerJoined(Message, frozen=True, gc=False):
     incarnation: int = 0
 
 
+class ServerDraining(Message, frozen=True, gc=False):
+    """The server will be removed: it gets no new work and finishes what it has."""
+
+    server: ServerName
+
+
 class ServerLeft(Message, frozen=True, gc=False):
-    """The host knows that the server is gone (its process died, its machine was removed)."""
+    """The host knows that the server is gone (its process died, its machine was lost).
+
+    `removed`: for good; routers no longer see it.
+    """
 
     server: ServerName
     reason: str
+    removed: bool = False
 
 
 class RouterTooSlow(Message, frozen=True, gc=False):
@@ -241,6 +251,7 @@ DispatcherEvent = (
     | TasksReturned
     | ServerReported
     | ServerJoined
+    | ServerDraining
     | ServerLeft
     | RouterTooSlow
     | TimerFired

@@ -56,15 +56,27 @@ class ServerReport(msgspec.Struct, frozen=True, gc=False):
 class ServerView:
     """What the dispatcher knows of one server. Routers read it; only the dispatcher writes.
 
-    `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
+    `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width). A
+    server that is `draining` gets no new work; what it holds stays good.
     """
 
-    __slots__ = ("credit_tasks", "heard_at", "incarnation", "name", "outstanding", "pending", "report", "up")
+    __slots__ = (
+        "credit_tasks",
+        "draining",
+        "heard_at",
+        "incarnation",
+        "name",
+        "outstanding",
+        "pending",
+        "report",
+        "up",
+    )
 
     def __init__(self, name: ServerName, credit_tasks: int, incarnation: int, now: Seconds) -> None:
         self.name = name
         self.incarnation = incarnation
         self.up = True
+        self.draining = False
         self.credit_tasks = credit_tasks
         self.outstanding = 0
         self.pending: dict[tuple[int, Width], int] = {}
@@ -76,8 +88,12 @@ class ServerView:
         return self.credit_tasks - self.outstanding
 
     @property
+    def in_service(self) -> bool:
+        return self.up and not self.draining
+
+    @property
     def available(self) -> bool:
-        return self.up and self.outstanding < self.credit_tasks
+        return self.up and not self.draining and self.outstanding < self.credit_tasks
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerView, View
-from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.types import Decision, Seconds, Width
 
 WidthRule = Callable[[Head, Generator], Width]
 
@@ -62,7 +62,7 @@ class RandomRouter:
         self._groups = tuple(groups)
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        up = [name for name, server in view.servers.items() if server.up]
+        up = [name for name, server in view.servers.items() if server.in_service]
         widths, groups = view.head.widths, self._groups
         a, b, c = rng.random(3).tolist()  # one draw for all three: a third of the generator's overhead
         return Decision(up[int(a * len(up))], widths[int(b * len(widths))], groups[int(c * len(groups))])
@@ -129,13 +129,12 @@ class CostModel:
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
         width = self._width(head, rng)
-        best: tuple[Seconds, ServerName] | None = None
-        for server in _available(view):
-            cost = self._costs[server.name].completion(server, head, width)
-            if best is None or (cost, server.name) < best:
-                best = (cost, server.name)
-        assert best is not None
-        return Decision(best[1], width, min(head.waiting, self._costs[best[1]].facts.max_batch))
+        servers = _available(view)
+        known = [server for server in servers if server.name in self._costs]
+        if not known:  # all joined after the run began, without a profile
+            return Decision(_shortest(servers, rng).name, width, head.waiting)
+        _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
+        return Decision(name, width, min(head.waiting, self._costs[name].facts.max_batch))
 
 
 class ServerCost:

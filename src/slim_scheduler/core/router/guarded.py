@@ -44,8 +44,8 @@ class GuardedRouter:
         server = view.servers.get(decision.server)
         if server is None:
             return f"chose server {decision.server}, which is unknown"
-        if not server.up or not (self._router.holds or server.available):
-            return f"chose server {decision.server}, which is {'full' if server.up else 'out of service'}"
+        if not server.in_service or not (self._router.holds or server.available):
+            return f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
         if decision.width not in view.head.widths:
             return f"chose width {decision.width}, allowed are {view.head.widths}"
         if not decision.group >= 1:

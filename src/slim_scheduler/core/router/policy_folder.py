@@ -78,9 +78,7 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
     if manifest.format != FORMAT:
         raise CheckpointError(f"policy {folder} has format {manifest.format}; this version reads {FORMAT}")
     if hashlib.sha256(weights).hexdigest() != manifest.sha256:
-        raise CheckpointError(
-            f"policy {folder}: {WEIGHTS} is not the file of its manifest; train it again"
-        )
+        raise CheckpointError(f"policy {folder}: {WEIGHTS} is not the file of its manifest; train it again")
     try:
         parameters = load(weights)
     except SafetensorError as error:
