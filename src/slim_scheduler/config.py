@@ -24,7 +24,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `profile` names
     the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
-    requested an instance may be. `threads` are the CPU threads of a live `cpu` server.
+    requested an instance may be. `threads` are the CPU threads of a live `cpu` server. In a cluster, `num_gpus` (default:
+    1 for cuda devices) and `resources` (such as {gtx980ti = 1}) say which machine may run it.
     """
 
     name: ServerName
@@ -41,6 +42,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     credit_tasks: int | None = None
     slowdown: float = 1.0
     threads: int = 1
+    num_gpus: float | None = None
+    resources: dict[str, float] = {}
 
     @property
     def concurrency(self) -> int:
@@ -142,6 +145,15 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     center_accuracy: bool = True
 
 
+class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the servers run. `address` empty: in this process; `local`: on a Ray cluster of this machine's own, which ends
+    with the run; `auto`, `HOST:PORT` or `ray://HOST:PORT`: on one that runs already. A server that does not answer for
+    `hung_limit_s` is started anew."""
+
+    address: str = ""
+    hung_limit_s: float = 30.0
+
+
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["full", "blocks", "summary"] = "blocks"
 
@@ -201,6 +213,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: WorkloadConfig = WorkloadConfig()
     reward: RewardConfig = RewardConfig()
     record: RecordConfig = RecordConfig()
+    cluster: ClusterConfig = ClusterConfig()
     training: TrainingConfig = TrainingConfig()
 
 
@@ -314,6 +327,7 @@ def _check(config: Config) -> None:
     _check_training(config)
     if config.workload.kind == "trace" and not config.workload.trace:
         raise ConfigError("workload.kind is trace but workload.trace names no file")
+    _positive("cluster.hung_limit_s", config.cluster.hung_limit_s)
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")

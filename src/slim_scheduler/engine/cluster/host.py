@@ -1,0 +1,134 @@
+"""The live loop of a cluster: the Dispatcher here, every ServerScheduler in its actor, messages in between.
+
+It differs from the host of one process only in how events reach a server and come back. Every decision is the
+machines'; a server that Ray reports dead is `ServerLeft` to the dispatcher, one that hangs is silent.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from ray.exceptions import RayError
+
+from slim_scheduler.core.dispatcher import Dispatcher
+from slim_scheduler.core.messages import (
+    BatchReported,
+    BlockArrived,
+    CancelTasks,
+    Reply,
+    ServerEvent,
+    ServerJoined,
+    ServerLeft,
+    ServerReported,
+    TasksReturned,
+)
+from slim_scheduler.core.types import Block, ServerName
+from slim_scheduler.engine.activations import gather
+from slim_scheduler.engine.clock import MonotonicClock
+from slim_scheduler.engine.cluster.ledger import ClusterLedger
+from slim_scheduler.engine.cluster.life import CARRIED
+from slim_scheduler.engine.cluster.remote_server import LifeOverError, RemoteServer
+from slim_scheduler.engine.cluster.seam import Seam
+from slim_scheduler.engine.cluster.wire import Parcel, Told
+from slim_scheduler.engine.host import Host, StepRecorder
+from slim_scheduler.engine.live_server import reason
+from slim_scheduler.engine.router_timer import TimedRouter
+
+Word = BatchReported | TasksReturned | ServerReported
+
+
+class ClusterHost(Host):
+    """The dispatcher and the router's ends of the servers."""
+
+    ledger: ClusterLedger
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        router: TimedRouter,
+        recorder: StepRecorder,
+        clock: MonotonicClock,
+        answered: Callable[[Reply], None],
+        seam: Seam,
+    ) -> None:
+        super().__init__(dispatcher, router, {}, recorder, clock, answered)
+        self.ledger = ClusterLedger()
+        self.remotes: dict[ServerName, RemoteServer] = {}
+        self.servers = self.remotes  # type: ignore[assignment]
+        self._seam = seam
+        self._serving: dict[ServerName, asyncio.Task[None]] = {}
+
+    # ---- servers
+
+    async def join(self, *servers: RemoteServer) -> None:
+        """Begins the servers' first lives, introduces them to each other, and tells the dispatcher. Raises RayError."""
+        self.remotes |= {server.name: server for server in servers}
+        peers = self._peers()
+        await asyncio.gather(*[server.begin(peers) for server in servers])
+        for server in servers:
+            self._introduce(server)
+            self.tell_dispatcher(ServerJoined(server.name, server.credit, server.incarnation))
+            self._serving[server.name] = asyncio.create_task(self._serve(server))
+
+    def start(self) -> None:
+        """Nothing to start here: the servers joined before, and sample themselves."""
+
+    async def stop(self) -> None:
+        self._timers.stop()
+        for task in self._serving.values():
+            task.cancel()
+        await asyncio.gather(*self._serving.values(), return_exceptions=True)
+        for server in self.remotes.values():
+            server.kill()
+
+    def sample(self) -> None:
+        """The servers sample their own devices."""
+
+    async def _serve(self, server: RemoteServer) -> None:
+        """From life to life, until the engine stops or the server is removed."""
+        while True:
+            try:
+                await server.listen(self._hear)
+            except (RayError, LifeOverError) as error:
+                self.tell_dispatcher(ServerLeft(server.name, reason(error)))
+            if await server.revive(self._peers()):
+                self._introduce(server)
+
+    def _introduce(self, newcomer: RemoteServer) -> None:
+        for server in self.remotes.values():
+            if server is not newcomer:
+                server.meet(newcomer.name, newcomer.actor)
+
+    def _peers(self) -> Mapping[ServerName, object]:
+        return {server.name: server.actor for server in self.remotes.values()}
+
+    # ---- messages
+
+    def _hear(self, server: RemoteServer, told: Told, answers: list[npt.NDArray[np.float32]]) -> None:
+        for tasks, output in zip(told.answers, answers, strict=True):
+            self.ledger.answered(tasks, torch.from_numpy(output.copy()))
+        for step in told.steps:
+            if step.event is not None:
+                self.recorder.step(server.name, step.at, step.event, step.commands)
+            for command in step.commands:
+                if isinstance(command, CARRIED):
+                    self._seam.carry(server.name, partial(self._word, command))
+
+    def _word(self, word: Word) -> None:
+        if isinstance(word, BatchReported):
+            self.ledger.done(word.server, word.tasks)
+        self.tell_dispatcher(word)
+
+    def _step_server(self, server: RemoteServer, event: ServerEvent) -> None:  # type: ignore[override]
+        match event:
+            case BlockArrived(block):
+                self._seam.carry(server.name, partial(self._deliver_block, server, block))
+            case CancelTasks():
+                self._seam.carry(server.name, partial(server.cancel, event))
+
+    def _deliver_block(self, server: RemoteServer, block: Block) -> None:
+        sources, rows = self.ledger.leaves(block)
+        server.deliver(Parcel(block, sources), gather(rows).numpy() if rows else None)

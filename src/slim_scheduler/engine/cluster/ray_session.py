@@ -1,0 +1,66 @@
+"""This process's connection to Ray: opened for a run, closed after it, and what is placed through it.
+
+A cluster that was here before stays; one that was started for this run ends with it, also when the process is killed.
+Actors belong to the connection and never outlive it.
+"""
+
+import logging
+import os
+from typing import Any
+
+import ray
+
+from slim_scheduler.config import Config, ServerConfig
+from slim_scheduler.core.errors import ConfigError
+
+LOCAL_OBJECT_STORE = 256 << 20  # bytes, of a cluster on this machine alone: a few hundred blocks' worth
+
+
+class RaySession:
+    """One connection. `open` connects or starts Ray as the configuration says, unless the program did so before."""
+
+    def __init__(self, config: Config) -> None:
+        self._address = config.cluster.address
+        self._servers = config.servers
+        self._ours = False
+
+    def open(self) -> None:
+        """Raises ConfigError when the cluster cannot be reached."""
+        if ray.is_initialized():
+            return
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a call to a dead server is answered by its death
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._address == "local":
+            options |= {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_STORE}
+            # This machine plays every machine that the servers ask for.
+            options |= {"resources": {name: 1e6 for server in self._servers for name in server.resources}}
+        try:
+            ray.init(self._address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cluster.address is {self._address!r}, but no Ray cluster answers there "
+                f"({str(error).splitlines()[0]}); start one with `ray start --head`, or set it to local"
+            ) from None
+        self._ours = True
+
+    def close(self) -> None:
+        if self._ours:
+            ray.shutdown()
+            self._ours = False
+
+    def put(self, value: Any) -> Any:
+        """A reference that every actor can be started with, again and again."""
+        return ray.put(value)
+
+    def place(self, kind: type, knobs: ServerConfig, arguments: tuple[Any, ...]) -> Any:
+        """Creates a server's actor where its resources are; without any, on the machine with the fewest."""
+        gpus = knobs.num_gpus if knobs.num_gpus is not None else float(knobs.device.startswith("cuda"))
+        options = {
+            "num_cpus": 0,
+            "num_gpus": gpus,
+            "resources": dict(knobs.resources),
+            "max_restarts": -1,
+            "max_task_retries": 0,  # running something again is the dispatcher's decision
+            "scheduling_strategy": "SPREAD",
+        }
+        return ray.remote(kind).options(**options).remote(*arguments)

@@ -1,0 +1,87 @@
+"""What crosses a Ray call between the router and a server, as MessagePack: blocks one way, a server's steps the other.
+
+Tensors travel beside these messages, as arrays. Nothing here decides or keeps anything.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slim_scheduler.core.messages import CancelTasks, ServerCommand, ServerEvent
+from slim_scheduler.core.types import Block, Bytes, ItemId, Seconds, TaskId
+
+# Ray copies an argument of up to 100 kB into the call itself; a larger one goes through its object store, which costs
+# 2.6 ms more for 384 kB than the four pieces do (docs/cluster.md).
+PIECE = 96_000
+MOST_PIECES = 16
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A block with where each of its tasks finds its input, None where nobody waits for the task any more.
+
+    In segment 0 that is a row of the items that travel along, later the task whose output it is, at the task's home.
+    """
+
+    block: Block
+    sources: tuple[int | None, ...]
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What nobody will ask for again: single outputs, and everything of items that have ended."""
+
+    outputs: tuple[TaskId, ...] = ()
+    items: tuple[ItemId, ...] = ()
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The router asks what a server did. `sent_at` is the dispatcher's clock, `offset` what leads to it from the
+    server's own."""
+
+    sent_at: Seconds
+    offset: Seconds
+    forget: Forget
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One `handle` call of the server's scheduler. `event` is None where only the message for the dispatcher matters."""
+
+    at: Seconds
+    event: ServerEvent | None
+    commands: tuple[ServerCommand, ...]
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The server's answer: its steps since the last one, and whose answers the arrays beside it are.
+
+    `asked_at` and `told_at` are on the server's own clock: with the router's two times they give its offset.
+    """
+
+    asked_at: Seconds
+    told_at: Seconds
+    memory_used: Bytes
+    steps: tuple[Step, ...]
+    answers: tuple[tuple[TaskId, ...], ...]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
+decode_cancel = msgspec.msgpack.Decoder(CancelTasks).decode
+decode_ask = msgspec.msgpack.Decoder(Ask).decode
+decode_told = msgspec.msgpack.Decoder(Told).decode
+
+
+def cut(array: npt.NDArray[np.float32]) -> list[Any]:
+    """An array as arguments of a call: pieces that travel in the call, or the array itself where it is large."""
+    if array.nbytes > PIECE * MOST_PIECES:
+        return [array]
+    data = array.tobytes()
+    return [data[i : i + PIECE] for i in range(0, len(data), PIECE)]
+
+
+def join(pieces: tuple[Any, ...], item_shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """The array that was cut, (rows, *item_shape); may not be written to."""
+    if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
+        return pieces[0]
+    return np.frombuffer(b"".join(pieces), np.float32).reshape(-1, *item_shape)
