@@ -122,7 +122,7 @@ def distance_text(manifest: Manifest) -> str:
         f"{text} This is an interim network, and the targets stand. In its last {last.epoch - before.epoch:.1f} "
         f"epochs, at the smallest learning rate, width 1 still moved by {gain:+.1f} points per epoch on held-out "
         f"images, and the widest net's loss on training batches was {last.loss:.2f}, where label smoothing allows "
-        f"{floor:.2f}: it has not fitted its training images yet, so it lacks epochs before it lacks size. "
+        f"{floor:.2f}: it has not fitted its training images yet. "
         "`slim fit --preset cifar100` on a GPU is the run that the targets need."
     )
 
@@ -189,6 +189,7 @@ TRIED = (
     "- strides 1-2-2-2, channels 64-128-256-512, 24 pixels, Muon 0.06: 19.2 % after 91 steps of 256 images;\n"
     "- strides 2-2-2-1, channels 96-192-384-512, 32 pixels, Muon 0.06: 17.7 % after 73 steps (its larger matrices make "
     "Muon three times as dear).\n\n"
+    "Not measured: SGD against Muon, and other learning rates (those runs were stopped or starved of CPU).\n\n"
     "One training step at 24 pixels, batch 256, beside another busy process: 2.1 s of CPU time with one compute "
     "thread, 4.2 s with two (they spin at the convolution library's barriers), 2.4 s with two workers that meet once "
     "per step. Hence `workers`. glibc gives the large tensors of every step back to the kernel: with "
