@@ -88,10 +88,9 @@ class Device:
 
     def sample(self, now: Seconds) -> DeviceSampled:
         """`energy_j` counts from time 0, as a device's own counter would."""
-        utilization = self._meter.utilization(now)
         return DeviceSampled(
-            utilization=utilization,
-            power_w=self._profile.power(utilization),
+            utilization=self._meter.utilization(now),
+            power_w=self._meter.power(now),
             energy_j=self._meter.advance(now),
             energy_source=self._profile.power_source,
         )

@@ -15,7 +15,7 @@ WINDOW: Seconds = 0.5  # 1-method.md, section 3
 class Meter:
     """Told when the device turns busy or idle; asked for utilisation, power and the energy used so far."""
 
-    __slots__ = ("_at", "_busy", "_busy_s", "_edges", "_energy", "_knots", "_power", "_tail_busy")
+    __slots__ = ("_at", "_busy", "_busy_s", "_edges", "_energy", "_knots", "_power", "_tail_busy", "_watts")
 
     def __init__(self, power: Curve) -> None:
         self._power = power
@@ -24,6 +24,7 @@ class Meter:
         self._busy = False  # at the window's front, which is now
         self._tail_busy = False  # at its end, 0.5 s ago
         self._busy_s: Seconds = 0.0  # busy time within the window
+        self._watts = power(0.0)  # at this busy time
         self._edges: deque[Seconds] = deque()  # changes of busy within the window
         self._energy: Joules = 0.0
 
@@ -44,8 +45,9 @@ class Meter:
         while edges and edges[0] + WINDOW <= now:
             self._slide(edges.popleft() + WINDOW)
             self._tail_busy = not self._tail_busy
-            if not edges:
-                self._busy_s = WINDOW if self._busy else 0.0  # exact again, whatever rounding has gathered
+            if not edges:  # exact again, whatever rounding has gathered
+                self._busy_s = WINDOW if self._busy else 0.0
+                self._watts = self._power(self._busy_s / WINDOW)
         self._slide(now)
         return self._energy
 
@@ -54,7 +56,8 @@ class Meter:
         return self._busy_s / WINDOW
 
     def power(self, now: Seconds) -> Watts:
-        return self._power(self.utilization(now))
+        self.advance(now)
+        return self._watts
 
     def _slide(self, until: Seconds) -> None:
         """Moves the window to `until`; no edge enters or leaves it on the way."""
@@ -62,18 +65,23 @@ class Meter:
         if took <= 0:
             return
         self._at = until
-        before = after = self._busy_s
-        if self._busy is not self._tail_busy:
-            after = min(before + took, WINDOW) if self._busy else max(before - took, 0.0)
-            self._busy_s = after
-        self._energy += took * self._mean_power(before / WINDOW, after / WINDOW)
+        if self._busy is self._tail_busy:
+            self._energy += took * self._watts
+            return
+        before, watts = self._busy_s, self._watts
+        self._busy_s = after = min(before + took, WINDOW) if self._busy else max(before - took, 0.0)
+        self._watts = self._power(after / WINDOW)
+        if self._knots:
+            self._energy += took * self._mean_power(before / WINDOW, after / WINDOW)
+        else:
+            self._energy += took * (watts + self._watts) / 2
 
     def _mean_power(self, start: float, end: float) -> Watts:
-        """Mean of the power curve while utilisation goes evenly from `start` to `end`."""
-        if start == end:
-            return self._power(start)
+        """Mean of the power curve while utilisation goes evenly from `start` to `end`, across its bends."""
         low, high = (start, end) if start < end else (end, start)
-        points = [low, *(x for x in self._knots if low < x < high), high]
+        points = [low, *[x for x in self._knots if low < x < high], high]
         watts = [self._power(x) for x in points]
-        area = sum((points[i + 1] - points[i]) * (watts[i] + watts[i + 1]) / 2 for i in range(len(points) - 1))
+        if len(points) == 2 or low == high:
+            return (watts[0] + watts[-1]) / 2
+        area = sum([(points[i + 1] - points[i]) * (watts[i] + watts[i + 1]) / 2 for i in range(len(points) - 1)])
         return area / (high - low)
