@@ -54,7 +54,8 @@ _KINDS: dict[Level, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "blocks": (_BLOCKS_EVENTS, _BLOCKS_COMMANDS),
     "summary": (_SUMMARY_EVENTS, _SUMMARY_COMMANDS),
 }
-_STEPS_PER_CHUNK: dict[Level, int] = {"full": 1 << 13, "blocks": 1 << 15, "summary": 1 << 16}
+# Large enough that a live run of a minute is not held up by a conversion, small enough for some 100 MB.
+_STEPS_PER_CHUNK: dict[Level, int] = {"full": 1 << 15, "blocks": 1 << 17, "summary": 1 << 17}
 _INFO_KEY = b"slim_scheduler.run"
 
 
