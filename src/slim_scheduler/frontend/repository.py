@@ -87,6 +87,10 @@ class Repository:
         self._changing = asyncio.Lock()
         self._stopping: set[asyncio.Task[None]] = set()
 
+    def check_first(self) -> None:
+        """Raises CheckpointError, with the path, when the configured model is not there."""
+        load_shape(self._config)
+
     def find(self, name: str, version: str = "") -> Served:
         """A loaded model. Raises Refusal: 404 for an unknown name or version, 503 while it is not loaded."""
         served = self.served.get(name)

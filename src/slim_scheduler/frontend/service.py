@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.frontend.asked import Asked
 from slim_scheduler.frontend.card import PLATFORM, VERSION
@@ -102,8 +102,12 @@ class Service:
         return self.state is State.SERVING and servable(self.repository.find(name, version))
 
     async def start(self) -> None:
-        """Loads the configured model; ready when this returns."""
-        await self.repository.load(self.repository.first)
+        """Loads the configured model; ready when this returns. Raises InputError's kinds when it cannot be served."""
+        self.repository.check_first()
+        try:
+            await self.repository.load(self.repository.first)
+        except Refusal as refusal:
+            raise ConfigError(refusal.message) from None
         self.state = State.SERVING
 
     async def drain(self, grace_s: float) -> None:
