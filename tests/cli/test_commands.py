@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slim_scheduler.core.profile import read_profile
 from slim_scheduler.record import read_record, record_hash
 from tests.cli.conftest import ROOT, Slim
 
@@ -73,6 +74,31 @@ def test_compare_pairs_the_same_arrivals_and_draws_a_page(slim: Slim, tmp_path: 
     assert "jsq:0.25" in (tmp_path / "report.html").read_text()
 
 
+def test_live_comparison_runs_here_and_says_so(slim: Slim, tmp_path: Path) -> None:
+    routers = ("--routers", "random,jsq:0.25", "--seeds", 1, "--live")
+    code, out, _ = slim("compare", "--config", DEMO, *routers, "--out", tmp_path, *SHORT)
+    assert code == 0
+    assert "live · energy: estimated" in out
+    assert "difference to random, same arrivals" in out
+    modes = [json.loads(path.read_text())["mode"] for path in tmp_path.rglob("summary.json")]
+    assert modes == ["live", "live"]
+
+
+@pytest.mark.slow
+def test_a_network_is_trained_judged_and_measured(slim: Slim, tmp_path: Path) -> None:
+    model, profile = tmp_path / "small", tmp_path / "small.json"
+    code, out, _ = slim("fit", "--preset", "digits", "--data", "digits", "--out", model, "--epochs", 1, "--json")
+    assert (code, json.loads(out)["out"]) == (0, str(model))
+    code, out, _ = slim("accuracy", "--model", model, "--data", "digits", "--json")
+    judged = json.loads(out)
+    assert (code, len(judged["top1"]), judged["items"]) == (0, 4**4, 599)
+    assert 0 <= judged["top1"]["0.25,0.5,0.75,1"] <= 100
+    code, out, _ = slim("measure", "--model", model, "--rounds", 1, "--out", profile)
+    assert code == 0
+    assert "ms per batch" in out
+    assert read_profile(profile).source == "measured"
+
+
 def test_report_prints_a_table_and_writes_the_page(slim: Slim, tmp_path: Path) -> None:
     slim("simulate", "--config", DEMO, "--out", tmp_path / "run", *SHORT)
     code, out, _ = slim("report", tmp_path)
@@ -132,7 +158,7 @@ def test_an_interrupted_run_leaves_a_readable_record_and_summary(
 
 
 def test_an_interrupted_comparison_keeps_what_its_runs_recorded(tmp_path: Path) -> None:
-    plan = ("--routers", "random,jsq:0.25", "--seeds", "1", "--set", "workload.duration_s=200", "--workers", "1")
+    plan = ("--routers", "random,jsq:0.25", "--seeds", "1", "--set", "workload.duration_s=100", "--workers", "1")
     code, said = interrupted(signal.SIGINT, "compare", "--config", DEMO, "--out", tmp_path, *plan, after=" 10 %")
     assert code == 130
     assert "Traceback" not in said

@@ -39,9 +39,10 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Trains a slimmable network, or resumes it."""
+    from slim_scheduler.interruption import sigterm_as_ctrl_c
     from slim_scheduler.model.fit import fit as train
 
-    with progress(f"training {preset}") as show:
+    with sigterm_as_ctrl_c(), progress(f"training {preset}") as show:
 
         def report(step: "FitProgress") -> None:
             last = step.history[-1] if step.history else None
@@ -71,12 +72,13 @@ def accuracy(model: ModelFolder, data: Data, device: Device = "cpu", as_json: Js
         return
     from rich.table import Table
 
-    table = Table(title=f"top-1 on {test.items:,} test images of {test.data}", box=None, title_justify="left")
+    table = Table(box=None)
     table.add_column("widths")
     table.add_column("%", justify="right")
     uniform = [(width,) * test.segments for width in test.widths]
     for widths in dict.fromkeys([*uniform, min(test.tuples, key=test.top1), max(test.tuples, key=test.top1)]):
         table.add_row("/".join(f"{w:g}" for w in widths), f"{100 * test.top1(widths):.2f}")
+    console().print(f"top-1 on {test.items:,} test images of {test.data}")
     console().print(table)
     console().print(f"all {len(test.tuples)} width tuples: {model / 'accuracy.parquet'}", soft_wrap=True)
 
@@ -107,7 +109,7 @@ def measure(
         return
     from rich.table import Table
 
-    table = Table(title=f"{profile.model} on {profile.device}, ms per batch", box=None, title_justify="left")
+    table = Table(box=None)
     table.add_column("segment")
     table.add_column("width", justify="right")
     for size in profile.batches:
@@ -115,6 +117,7 @@ def measure(
     for row in profile.latency_rows:
         if row.previous_width in (None, row.width):
             table.add_row(str(row.segment), f"{row.width:g}", *(f"{1000 * seconds:.2f}" for seconds in row.seconds))
+    console().print(f"{profile.model} on {profile.device}, ms per batch")
     console().print(table)
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
 
