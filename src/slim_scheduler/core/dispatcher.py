@@ -244,33 +244,31 @@ class Dispatcher:
     def _collect(self, event: BatchReported, now: Seconds) -> None:
         share = None if event.energy_j is None else event.energy_j / len(event.tasks)
         seconds = event.finished - event.started
-        items, last = self._ledger.items, self._shape.segments - 1
-        for task_id in event.tasks:
-            settled = self._fleet.settle(task_id)
-            if settled is None:
-                continue
-            sent, task = settled
+        width, server = (event.width,), (event.server,)
+        items = self._ledger.items
+        settled = self._fleet.settle_all(event.tasks)
+        ran: list[ItemFlight] = []
+        for sent, task in settled:
             flight = items.get(task.item)
             if flight is None or flight.task is not task:
                 sent.lost += 1  # expired or cancelled while it ran
-            else:
-                flight.widths += (event.width,)
-                flight.servers += (event.server,)
-                flight.home = event.server
-                flight.compute += seconds
-                if share is not None:
-                    flight.energy = share + (flight.energy or 0.0)
-                sent.latency += now - task.entered
-                sent.ran.append((task.item, flight.widths))
-                if task.segment == last:
-                    self._admission.completed(now)
-                    self._end(flight, Outcome.ANSWERED, now)
-                else:
-                    self._fifo.left_behind(flight, task.segment, event.width)
-                    rank = now if self._limits.reentry_back else flight.request.request.arrival
-                    self._fifo.enter(flight, task.segment + 1, now, rank)
-            if not sent.left:
-                self._commands.append(sent.finished(now))
+                continue
+            flight.widths += width
+            flight.servers += server
+            flight.home = event.server
+            flight.compute += seconds
+            if share is not None:
+                flight.energy = share + (flight.energy or 0.0)
+            sent.latency += now - task.entered
+            sent.ran.append((task.item, flight.widths))
+            ran.append(flight)
+        if ran and event.segment < self._shape.segments - 1:
+            self._fifo.go_on(ran, event.segment, event.width, now, self._limits.reentry_back)
+        else:
+            for flight in ran:
+                self._admission.completed(now)
+                self._end(flight, Outcome.ANSWERED, now)
+        self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
         view = self._fleet.views.get(event.server)
         if view is not None:
             view.heard_at = now

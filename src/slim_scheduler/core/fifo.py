@@ -4,6 +4,8 @@ Owns the order, the keys and the bound on activations (segment 0 is held back wh
 continuing task never is). What is decided about the head is the dispatcher's.
 """
 
+from collections.abc import Sequence
+
 from slim_scheduler.core.flight import ItemFlight
 from slim_scheduler.core.queues import KeyedQueue
 from slim_scheduler.core.shape import ModelShape
@@ -61,6 +63,35 @@ class GlobalFifo:
         self._queue.push(self._key(flight, task), rank, task)
         self.per_segment[segment] += 1
 
+    def go_on(self, flights: Sequence[ItemFlight], done: int, width: Width, now: Seconds, to_the_back: bool) -> None:
+        """Items whose segment `done` ran together at `width` leave its output behind and wait for the next segment.
+
+        It is `enter` for each; those alike are queued at once.
+        """
+        held, segment = self._activation[done][width], done + 1
+        home = flights[0].home
+        key: Key = (segment, width, home if self._home_matters else None, None)
+        alike: list[Task] = []
+        for flight in flights:
+            self._hold(flight, held)
+            request = flight.request.request
+            if to_the_back and request.constraints is None and not request.priority:
+                self._last_task += 1
+                task = Task(self._last_task, flight.item, segment, width, home, now, request.deadline, 0)
+                flight.task = task
+                flight.waiting = True
+                alike.append(task)
+            else:
+                self._wait_together(key, now, alike)
+                alike = []
+                self.enter(flight, segment, now, now if to_the_back else request.arrival)
+        self._wait_together(key, now, alike)
+
+    def _wait_together(self, key: Key, rank: Seconds, tasks: Sequence[Task]) -> None:
+        if tasks:
+            self._queue.push_all(key, rank, tasks)
+            self.per_segment[key[0]] += len(tasks)
+
     def withdraw(self, flight: ItemFlight) -> None:
         """Takes out an item's waiting task."""
         task = flight.task
@@ -91,10 +122,6 @@ class GlobalFifo:
             for task in tasks:
                 self._hold(items[task.item], self._reserve)
         return tasks
-
-    def left_behind(self, flight: ItemFlight, segment: int, width: Width) -> None:
-        """A segment is done: its output is what the item now holds."""
-        self._hold(flight, self._activation[segment][width])
 
     def let_go(self, flight: ItemFlight) -> None:
         """The item holds no activation any more."""

@@ -5,6 +5,8 @@ again. A block that a server's reports keep leaving out was lost on the way. The
 the tasks is the dispatcher's decision.
 """
 
+from collections.abc import Iterable
+
 from slim_scheduler.core.messages import BlockFinished
 from slim_scheduler.core.telemetry import ServerReport, ServerView
 from slim_scheduler.core.types import Block, BlockId, Decision, Seconds, ServerName, Task, TaskId, WidthTuple
@@ -89,23 +91,28 @@ class Fleet:
 
     def settle(self, task_id: TaskId) -> tuple[SentBlock, Task] | None:
         """A server's word on a task came: its credit is free. None for a late or doubled word."""
-        found = self._sent.pop(task_id, None)
-        if found is None:
-            return None
-        sent = found[0]
-        block = sent.block
-        view = self.views[block.server]
-        view.outstanding -= 1
-        kind = (block.segment, block.width)
-        left = view.pending[kind] - 1
-        if left:
-            view.pending[kind] = left
-        else:
-            del view.pending[kind]
-        sent.left -= 1
-        if not sent.left:
-            del self._blocks[block.server][block.block_id]
-        return found
+        settled = self.settle_all((task_id,))
+        return settled[0] if settled else None
+
+    def settle_all(self, tasks: Iterable[TaskId]) -> list[tuple[SentBlock, Task]]:
+        """`settle` for tasks reported together, in order, without those that are late or doubled."""
+        waiting = self._sent
+        settled = [waiting.pop(task_id) for task_id in tasks if task_id in waiting]
+        done: dict[SentBlock, int] = {}
+        for sent, _ in settled:
+            done[sent] = done.get(sent, 0) + 1
+        for sent, count in done.items():
+            block = sent.block
+            view = self.views[block.server]
+            view.outstanding -= count
+            kind = (block.segment, block.width)
+            view.pending[kind] -= count
+            if not view.pending[kind]:
+                del view.pending[kind]
+            sent.left -= count
+            if not sent.left:
+                del self._blocks[block.server][block.block_id]
+        return settled
 
     def server_of(self, task_id: TaskId) -> ServerName | None:
         found = self._sent.get(task_id)

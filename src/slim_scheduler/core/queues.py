@@ -72,6 +72,20 @@ class KeyedQueue(Generic[K]):
         self._sequence = sequence = self._sequence + 1
         self._insert(key, (rank, sequence, task, tag))
 
+    def push_all(self, key: K, rank: Seconds, tasks: Sequence[Task], tag: int = 0) -> None:
+        """`push` for tasks that come together."""
+        sequence = self._sequence + 1
+        entries = [(rank, at, task, tag) for at, task in enumerate(tasks, sequence)]
+        self._sequence += len(entries)
+        lane = self._lanes.get(key)
+        if lane is not None and lane.in_order and entries[0] > lane.in_order[-1]:
+            lane.in_order.extend(entries)
+            lane.count += len(entries)
+            self._length += len(entries)
+        else:
+            for entry in entries:
+                self._insert(key, entry)
+
     def put_back(self, key: K, entries: Sequence[Entry]) -> None:
         """Returns taken entries to the place they had."""
         for entry in reversed(entries):
