@@ -14,10 +14,10 @@ import pytest
 from slim_scheduler.config import Config, RewardConfig, ServerConfig, WorkloadConfig
 from slim_scheduler.core import messages as m
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.reward import block_reward
 from slim_scheduler.core.telemetry import ServerReport
 from slim_scheduler.core.types import Decision, ItemOutcome, Outcome, Request
 from slim_scheduler.record import Recorder, RunInfo
-from slim_scheduler.reward import block_reward
 from slim_scheduler.summary import summarize
 
 CONFIG = Config(

@@ -2,7 +2,7 @@
 
 Items and blocks count from the warm-up's end on: items by their intended arrival, blocks by their decision, rates by
 completions after it. What nobody measured is None, never 0. The devices' curves are
-`device_curves.py`'s, the reward's formula `reward.py`'s.
+`device_curves.py`'s, the reward's formula `core/reward.py`'s.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import numpy as np
 
 from slim_scheduler.config import Config
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.device_curves import DeviceCurves
 from slim_scheduler.record import Record
 from slim_scheduler.record_columns import Blocks, Floats, Items, Mask, blocks_of, items_of, numbers, parse_widths
-from slim_scheduler.reward import block_reward, undone_reward
 
 Number = float | None
 
