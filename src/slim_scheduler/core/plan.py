@@ -89,11 +89,12 @@ class PlanProgram:
             for name in self._names
             if facts.move_activations
         ]
-        # Columns: tuples, then places, then stays, then each server's power, then the load.
+        # Columns: tuples, then places, then stays, then each server's power, the busiest device, and the load.
         self._first_place = len(self._tuples)
         self._first_stay = self._first_place + len(self._places)
         self._first_power = self._first_stay + len(self._stays)
-        self._load = self._first_power + len(self._names)
+        self._busiest = self._first_power + len(self._names)
+        self._load = self._busiest + 1
         self._columns = self._load + 1
         self._place = {place: self._first_place + i for i, place in enumerate(self._places)}
         self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step) for n, step in self._places}
@@ -117,9 +118,7 @@ class PlanProgram:
 
     def most_accurate(self, load: float) -> Plan | None:
         """The highest mean accuracy at a load, at the least power that allows it. None: the load cannot be carried."""
-        objective = np.zeros(self._columns)
-        objective[: len(self._tuples)] = -self._top1 / load
-        solution = self._solve(objective, load)
+        solution = self._solve(self._errors(load), load)
         if solution is None:
             return None
         best = self._plan(solution)
@@ -128,9 +127,25 @@ class PlanProgram:
     def least_power(self, load: float, accuracy: float) -> Plan | None:
         """The least power at which a load is carried at a mean accuracy of at least `accuracy`. None: cannot be."""
         objective = np.zeros(self._columns)
-        objective[self._first_power : self._load] = 1.0
+        objective[self._first_power : self._busiest] = 1.0
         solution = self._solve(objective, load, accuracy)
         return None if solution is None else self._plan(solution)
+
+    def most_even(self, load: float) -> Plan | None:
+        """The highest mean accuracy at a load, with as little as possible on the busiest device. None: cannot be."""
+        solution = self._solve(self._errors(load), load)
+        if solution is None:
+            return None
+        accuracy = self._plan(solution).accuracy * (1 - SLACK)
+        objective = np.zeros(self._columns)
+        objective[self._busiest] = 1.0
+        even = self._solve(objective, load, accuracy)
+        return self._plan(solution if even is None else even)
+
+    def _errors(self, load: float) -> Any:
+        objective = np.zeros(self._columns)
+        objective[: len(self._tuples)] = (1 - self._top1) / load
+        return objective
 
     # ---- constraints
 
@@ -150,6 +165,7 @@ class PlanProgram:
             work = [(self._place[name, step], self._seconds[name, step]) for step in self._steps]
             most, lines = work_and_power(self._facts.servers[name], self._rho)
             self._limits.add(work, most)
+            self._limits.add([(j, s / most) for j, s in work] + [(self._busiest, -1.0)], 0.0)
             for slope, watts in lines:  # power >= slope * work + watts
                 self._limits.add([(j, slope * s) for j, s in work] + [(self._first_power + i, -1.0)], -watts)
 
@@ -219,7 +235,7 @@ class PlanProgram:
         return Plan(
             load=load,
             accuracy=float(self._top1 @ x[: len(self._tuples)]) / load,
-            power=float(x[self._first_power : self._load].sum()),
+            power=float(x[self._first_power : self._busiest].sum()),
             work=work,
             tuples=tuples,
             steps=steps,

@@ -28,7 +28,8 @@ class Router(Protocol):
 class ServerFacts(msgspec.Struct, frozen=True):
     """What is fixed about one server. Latencies are the profile's; multiply by `slowdown`.
 
-    `bytes_per_s` is its link's, each way; `link_latency` one way.
+    `bytes_per_s` is its link's, each way; `link_latency` one way. `max_upgrade`: how much wider than asked for an
+    instance may be, None for any.
     """
 
     name: ServerName
@@ -40,6 +41,7 @@ class ServerFacts(msgspec.Struct, frozen=True):
     vram_budget: Bytes
     link_latency: Seconds
     bytes_per_s: float
+    max_upgrade: float | None = None
 
 
 class RouterFacts(msgspec.Struct, frozen=True):

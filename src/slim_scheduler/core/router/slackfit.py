@@ -1,0 +1,88 @@
+"""SuperServe's rule: the time that is left picks the widths and the batch, from a table made beforehand.
+
+The table has the time through the remaining segments for every batch size and every choice of widths. Larger batches
+come first; among the widths that fit at that batch, the most accurate are taken. The server is the one with the
+shortest backlog, which is taken off the slack: SuperServe's workers have no queue of their own.
+"""
+
+from bisect import bisect_right
+from itertools import product
+
+from numpy.random import Generator
+
+from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.baselines import ServerCost, allowed
+from slim_scheduler.core.router.expectation import Expectation
+from slim_scheduler.core.telemetry import Head, ServerView, View
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+
+# Ascending times, and the first width of the most accurate choice that takes no longer.
+Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]
+
+
+class SlackFit:
+    """`slo`: the time an item has where its request names no deadline."""
+
+    holds = False
+
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds) -> None:
+        self.name = "slackfit"
+        self._slo = slo
+        self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
+        self._groups = tuple(sorted(set(facts.groups), reverse=True))
+        self._table = _table(facts, Expectation(facts.shape, accuracy))
+
+    def decide(self, view: View, rng: Generator) -> Decision:
+        head = view.head
+        server, backlog = self._least_backlog(view)
+        left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
+        most = min(head.waiting, self._costs[server.name].facts.max_batch, server.credit)
+        for group in self._groups:
+            if group <= most:
+                width = self._widest(server.name, head, group, left)
+                if width is not None:
+                    return Decision(server.name, width, group)
+        return Decision(server.name, head.widths[0], most)  # too late for anything: what is soonest done
+
+    def _least_backlog(self, view: View) -> tuple[ServerView, Seconds]:
+        found = [(self._costs[s.name].backlog(s), s.name) for s in view.servers.values() if s.available]
+        backlog, name = min(found)
+        return view.servers[name], backlog
+
+    def _widest(self, server: ServerName, head: Head, group: int, left: Seconds) -> Width | None:
+        times, widths = self._table[server, head.segment, head.previous_width, group]
+        fits = bisect_right(times, left)
+        return allowed(widths[fits - 1], head.widths) if fits else None
+
+
+def _table(facts: RouterFacts, expectation: Expectation) -> dict[tuple[ServerName, int, Width | None, int], Front]:
+    shape = facts.shape
+    table = {}
+    for name, server in facts.servers.items():
+        for segment in range(shape.segments):
+            for previous in shape.widths if segment else (None,):
+                for group in {min(group, server.max_batch) for group in facts.groups}:
+                    choices = []
+                    for widths in product(shape.widths, repeat=shape.segments - segment):
+                        seconds, before = 0.0, previous
+                        for i, width in enumerate(widths):
+                            run = server.latency.seconds(segment + i, before, width, group)
+                            seconds += server.slowdown * run + 2 * server.link_latency
+                            before = width
+                        if segment == 0:
+                            seconds += group * shape.input_bytes / server.bytes_per_s
+                        choices.append((seconds, -expectation.top1(segment, previous, widths), widths[0]))
+                    table[name, segment, previous, group] = _front(choices)
+    return table
+
+
+def _front(choices: list[tuple[Seconds, float, Width]]) -> Front:
+    """The choices that no other is both faster and more accurate than."""
+    front: list[tuple[Seconds, Width]] = []
+    best = float("inf")
+    for seconds, wrong, width in sorted(choices):
+        if wrong < best:
+            best = wrong
+            front.append((seconds, width))
+    return tuple(seconds for seconds, _ in front), tuple(width for _, width in front)
