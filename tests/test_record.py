@@ -66,6 +66,13 @@ def test_full_level_replays_from_the_file(tmp_path: Path) -> None:
     assert list(replay_steps(read_record(tmp_path))) == STEPS
 
 
+def test_payloads_can_be_left_on_disk(tmp_path: Path) -> None:
+    recorded("full").write(tmp_path / "record.parquet", INFO)
+    light = read_record(tmp_path, payloads=False)
+    assert light.rows["payload"].null_count == len(light.rows)
+    assert light.rows.drop(["payload"]) == read_record(tmp_path).rows.drop(["payload"])
+
+
 def test_a_report_counts_once_although_both_machines_saw_it() -> None:
     record = recorded("full").record(INFO)
     assert record.of("BatchReported")["machine"].to_pylist() == ["a"]

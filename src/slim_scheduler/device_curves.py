@@ -14,6 +14,9 @@ from slim_scheduler.record import Record
 
 Floats = npt.NDArray[np.float64]
 
+# A run ends between two reports, but a server that is long silent may be off: nothing is known of it.
+LAST_POWER_HOLDS: Seconds = 1.0
+
 
 @dataclass(frozen=True)
 class DeviceCurves:
@@ -121,6 +124,7 @@ def _energy_knots(at: Floats, power: Floats, energy: Floats, ended: Seconds) -> 
         last_power = watts[-1]
     else:
         return None
-    if ended > at[-1] and not np.isnan(last_power):  # from the last sample to the end at the last power
-        at, used = np.append(at, ended), np.append(used, used[-1] + last_power * (ended - at[-1]))
+    rest = min(ended - at[-1], LAST_POWER_HOLDS)
+    if rest > 0 and not np.isnan(last_power):
+        at, used = np.append(at, at[-1] + rest), np.append(used, used[-1] + last_power * rest)
     return at, used

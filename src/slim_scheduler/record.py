@@ -193,8 +193,11 @@ class _RecordFile:
         os.replace(self._partial, path)
 
 
-def read_record(path: Path) -> Record:
-    """Reads a record, given the file or its run's folder. Raises RecordError when it is missing or damaged."""
+def read_record(path: Path, payloads: bool = True) -> Record:
+    """Reads a record, given the file or its run's folder. Raises RecordError when it is missing or damaged.
+
+    Without `payloads` the JSON of level full, most of such a file, is left on disk.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -204,7 +207,8 @@ def read_record(path: Path) -> Record:
         path = path / "record.parquet"
     try:
         with pq.ParquetFile(path) as file:
-            rows = file.read()
+            names = [name for name in SCHEMA.names if payloads or name != "payload"]
+            rows = file.read(names)
             info = msgspec.json.decode((file.metadata.metadata or {})[_INFO_KEY], type=RunInfo)
     except FileNotFoundError:
         raise RecordError(f"record {path} does not exist; write one with `slim simulate` or `slim bench`") from None
@@ -213,6 +217,8 @@ def read_record(path: Path) -> Record:
     except (pa.ArrowException, OSError, msgspec.MsgspecError) as error:
         reason = str(error).partition("\n")[0]
         raise RecordError(f"record {path} is damaged or truncated ({reason}); run it again") from None
+    if not payloads:
+        rows = rows.append_column(SCHEMA.field("payload"), pa.nulls(len(rows), pa.string()))
     if rows.schema.remove_metadata() != SCHEMA:
         raise RecordError(f"record {path} has other columns than this version writes; run it again")
     return Record(rows, info)

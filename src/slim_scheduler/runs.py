@@ -103,7 +103,7 @@ def _write(
     recorder.write(out / "record.parquet", info)
     ran = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=info.router))
     (out / "config.toml").write_text(tomli_w.dumps(_without_none(msgspec.to_builtins(ran))))
-    summary = summarize(read_record(out), config, accuracy)
+    summary = summarize(read_record(out, payloads=False), config, accuracy)
     write_json(out / "summary.json", summary)
     return summary
 

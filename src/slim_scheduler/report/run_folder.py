@@ -30,7 +30,7 @@ class RunFolder:
 
     @cached_property
     def record(self) -> Record:
-        return read_record(self.path)
+        return read_record(self.path, payloads=False)
 
     @property
     def router(self) -> str:
