@@ -4,7 +4,9 @@ It delivers arrivals, carries messages over the network, samples devices, and ma
 decides nothing: the same machines run live (rule 1). Same configuration and seed, same record, value for value.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -74,6 +76,17 @@ def simulate(
     `progress` is called now and then with the share of the run's time that has passed. Raises InputError.
     """
     return Simulation(config, router_name, seed, recorder=recorder, arrivals=arrivals).run(progress)
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Lets the garbage collector look for cycles less often: a run makes none, and looking takes 8 % of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Simulation:
@@ -154,15 +167,14 @@ class Simulation:
 
     def run(self, progress: Callable[[float], None] | None = None) -> SimulationResult:
         """Steps to the end of the run."""
-        agenda, step = self.agenda, self.agenda.step
-        while not self.done:
-            for _ in range(STEPS_PER_PROGRESS):
-                step()
-                self._steps += 1
-                if self.done:
-                    break
-            if progress is not None:
-                progress(min(1.0, agenda.now / self._duration))
+        with few_collections():
+            while not self.done:
+                for _ in range(STEPS_PER_PROGRESS):
+                    self.step()
+                    if self.done:
+                        break
+                if progress is not None:
+                    progress(min(1.0, self.agenda.now / self._duration))
         return self.result()
 
     def run_until_decision(self) -> View | None:
