@@ -12,9 +12,9 @@ from numpy.random import Generator
 from slim_scheduler.config import Config
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported
+from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Block, Decision, Joules, Seconds, ServerName, WidthTuple
-from slim_scheduler.reward import block_reward, undone_reward
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.workload import generate
 

@@ -79,7 +79,8 @@ class PolicyNetwork(nn.Module):
         return Outputs(server, width, group, self._linear("value", context)[:, 0])
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.p[f"{name}__weight"] + self.p[f"{name}__bias"]
+        out: Tensor = x @ self.p[f"{name}__weight"] + self.p[f"{name}__bias"]
+        return out
 
     def arrays(self) -> dict[str, Floats]:
         """The parameters as the NumPy networks take them: copies, so that they stay as they are now."""

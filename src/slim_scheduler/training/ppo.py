@@ -213,8 +213,8 @@ class PPO:
         inputs, action, epsilon, allowed = tensors(batch.steps)
         old_log_prob = torch.from_numpy(batch.steps.log_prob)
         returns = torch.from_numpy(batch.returns.astype(np.float32))
-        advantage = batch.advantages.astype(np.float32)
-        advantage = torch.from_numpy((advantage - advantage.mean()) / (advantage.std() + SMALL))
+        spread = batch.advantages.std() + SMALL
+        advantage = torch.from_numpy(((batch.advantages - batch.advantages.mean()) / spread).astype(np.float32))
         stats = UpdateStats(explained_variance=_explained(batch.returns, batch.steps.value))
         parts = 0
         for _ in range(settings.epochs):
@@ -277,7 +277,7 @@ class PPO:
 
     def _step(self, loss: Tensor) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         return float(norm)

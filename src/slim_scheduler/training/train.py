@@ -6,6 +6,7 @@ ends in the same policy as one that was not.
 
 import hashlib
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from slim_scheduler.config import Config
+from slim_scheduler.config import Config, config_from
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.networks import NetworkSizes
 from slim_scheduler.core.router.observation import build_encoder, full_batch_time
 from slim_scheduler.core.router.policy_folder import PolicyManifest, write_policy
@@ -22,7 +24,7 @@ from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, w
 from slim_scheduler.training.curves import Curves, UpdateReport, describe
 from slim_scheduler.training.networks import PolicyNetwork
 from slim_scheduler.training.ppo import PPO, Batch, Horizon, RewardScale, Trajectory
-from slim_scheduler.training.rollout import Order
+from slim_scheduler.training.rollout import Order, Rollout
 from slim_scheduler.training.scenario import Scenarios
 from slim_scheduler.training.workers import Workers
 
@@ -40,7 +42,7 @@ def train(
     training = config.training
     facts = Scenarios(config).facts
     manifest = _manifest(config, seed)
-    ppo = PPO(PolicyNetwork(manifest.sizes, torch.Generator().manual_seed(seed)), training)
+    ppo = PPO(fresh_network(config, seed), training)
     settings = _fingerprint(config, seed)
     state = read_checkpoint(out / "checkpoint", settings, ppo) or TrainingState(
         update=0, decided=0, scale=RewardScale(), settings=settings
@@ -72,7 +74,8 @@ def train(
             )
             rollouts = workers.collect(order)
             scale.learn([credit for rollout in rollouts for credit in rollout.credits], by_tasks)
-            batch = Batch.join([t.add(r, scale) for t, r in zip(trajectories, rollouts, strict=True)])
+            scales = [_own_scale(r, by_tasks) if training.reward_scale == "rollout" else scale for r in rollouts]
+            batch = Batch.join([t.add(r, s) for t, r, s in zip(trajectories, rollouts, scales, strict=True)])
             rng = np.random.default_rng([seed, update])
             if imitating:
                 stats = ppo.imitate(batch, rng)
@@ -106,6 +109,27 @@ def train(
     return manifest
 
 
+def fresh_network(config: Config, seed: int) -> PolicyNetwork:
+    """The network that training with this configuration starts from."""
+    return PolicyNetwork(_manifest(config, seed).sizes, torch.Generator().manual_seed(seed))
+
+
+def with_preset(config: Config, folder: Path, preset: str) -> Config:
+    """The configuration with the `[reward]` and `[training]` keys of a preset: a file, or PRESET.toml in `folder`."""
+    path = Path(preset) if preset.endswith(".toml") else folder / f"{preset}.toml"
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError:
+        found = ", ".join(sorted(file.stem for file in folder.glob("*.toml"))) or "none"
+        raise ConfigError(f"preset {path} does not exist; files beside the configuration: {found}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"preset {path} is not valid TOML: {error}") from None
+    if not set(tree) <= {"reward", "training"}:
+        raise ConfigError(f"preset {path} may hold [reward] and [training]; it has {', '.join(tree)}")
+    whole = msgspec.to_builtins(config)
+    return config_from({**whole, **{name: {**whole[name], **keys} for name, keys in tree.items()}})
+
+
 def _manifest(config: Config, seed: int) -> PolicyManifest:
     training = config.training
     facts = Scenarios(config).facts
@@ -135,6 +159,12 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
 
 def _trained(manifest: PolicyManifest, decided: int, updates: int) -> PolicyManifest:
     return msgspec.structs.replace(manifest, training={**manifest.training, "decided": decided, "updates": updates})
+
+
+def _own_scale(rollout: Rollout, by_tasks: bool) -> RewardScale:
+    scale = RewardScale()
+    scale.learn(rollout.credits, by_tasks)
+    return scale
 
 
 def _whole_episodes(count: int, per_update: int, config: Config) -> int:

@@ -1,0 +1,171 @@
+"""A training run as a user has it: it learns, resumes after SIGKILL to the same policy, and says what it refuses."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from slim_scheduler.config import load_config
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.policy_folder import read_policy
+from slim_scheduler.training.curves import UpdateReport, warnings
+from slim_scheduler.training.ppo import UpdateStats
+from slim_scheduler.training.rollout import Actor, Order
+from slim_scheduler.training.train import train
+from tests.training.clusters import training_cluster
+
+TINY = {
+    "decisions": 1_600,
+    "workers": 2,
+    "rollout_decisions": 100,
+    "episode_rollouts": 2,
+    "checkpoint_updates": 2,
+    "minibatch": 64,
+    "hidden": 16,
+    "warm_start": "cost-model:random",
+    "warm_start_decisions": 400,
+    "loads": [0.5, 1.5],
+}
+RUN = """
+import sys
+from pathlib import Path
+from slim_scheduler.config import load_config
+from slim_scheduler.training.train import train
+
+if __name__ == "__main__":
+    train(load_config(Path(sys.argv[1])), Path(sys.argv[2]), seed=3, report=lambda r: print(r.update, flush=True))
+"""
+
+
+def config_file(folder: Path, **training) -> Path:
+    """A configuration on disk, as another process needs it."""
+    import msgspec
+
+    config = training_cluster(folder, training={**TINY, **training})
+    tree = msgspec.to_builtins(config)
+    file = folder / "cluster.toml"
+    file.write_text(tomli_w.dumps(without_none(tree)))
+    return file
+
+
+def without_none(tree):
+    if isinstance(tree, dict):
+        return {key: without_none(value) for key, value in tree.items() if value is not None}
+    return [without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+def test_a_killed_run_resumes_to_the_same_policy(tmp_path):
+    file = config_file(tmp_path / "cluster")
+    train(load_config(file), tmp_path / "whole", seed=3)
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    command = [sys.executable, str(script), str(file), str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    for line in process.stdout:
+        if int(line) == 5:  # in the middle of an episode: updates 4 and 5 were checkpointed, 6 was begun
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    killed = tmp_path / "killed"
+    assert not (killed / "curves.csv").read_text().count("\n9,")
+    resumed = []
+    train(load_config(file), killed, seed=3, report=lambda r: resumed.append(r.update))
+    assert 0 < resumed[0] <= 6
+    assert (killed / "policy.safetensors").read_bytes() == (tmp_path / "whole" / "policy.safetensors").read_bytes()
+    with (killed / "curves.csv").open() as rows:
+        updates = [int(row["update"]) for row in csv.DictReader(rows)]
+    assert updates == list(range(updates[-1] + 1))  # no row twice, none missing
+
+
+def test_workers_end_when_the_training_process_is_killed(tmp_path):
+    file = config_file(tmp_path / "cluster", decisions=10_000_000)
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    command = [sys.executable, str(script), str(file), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout.readline() == "0\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    give_up = time.monotonic() + 20
+    while group_is_alive(process.pid):
+        assert time.monotonic() < give_up, "a worker outlived the process that started it"
+        os.sched_yield()
+
+
+def group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):  # those that are only waiting to be reaped are dead
+        try:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(process_group) == group and state != "Z":
+            return True
+    return False
+
+
+def test_other_settings_do_not_resume(tmp_path):
+    train(load_config(config_file(tmp_path / "cluster", decisions=400, warm_start="")), tmp_path / "out")
+    with pytest.raises(ConfigError, match="other settings"):
+        train(load_config(config_file(tmp_path / "cluster", decisions=800, warm_start="")), tmp_path / "out")
+
+
+def test_a_finished_run_says_what_it_was(tmp_path):
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="paper")
+    train(load_config(file), tmp_path / "out")
+    manifest, _ = read_policy(tmp_path / "out")
+    assert (manifest.kind, manifest.sizes.servers, manifest.training["decided"]) == ("paper", 3, 400)
+
+
+def test_rollouts_follow_from_seed_and_update(tmp_path):
+    config = load_config(config_file(tmp_path / "cluster"))
+    from slim_scheduler.training.train import fresh_network
+
+    order = Order(fresh_network(config, 0).arrays(), update=2, decided=400, decisions=100)
+    first, again = Actor(config, 5, 1).collect(order), Actor(config, 5, 1).collect(order)
+    assert (first.steps.action == again.steps.action).all()
+    assert (first.steps.shared == again.steps.shared).all()
+    assert first.credits == again.credits
+    other = Actor(config, 5, 0).collect(order)
+    assert not (first.steps.shared == other.steps.shared).all()
+
+
+def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):
+    config = load_config(config_file(tmp_path / "cluster", servers=[2, 5], slowdown=4.0))
+    from slim_scheduler.training.train import fresh_network
+
+    parameters = fresh_network(config, 0).arrays()
+    actor = Actor(config, 0, 0)
+    sizes = set()
+    for update in range(0, 16, 2):
+        steps = actor.collect(Order(parameters, update, 0, 30)).steps
+        assert steps.servers.shape[1] == 5
+        assert not (steps.server_mask & ~steps.present).any()
+        sizes |= set(steps.present.sum(1).tolist())
+    assert len(sizes) > 1
+    assert sizes <= {2, 3, 4, 5}
+
+
+def report(**changes) -> UpdateReport:
+    fields = {
+        "update": 1, "updates": 2, "decided": 1, "seconds": 1.0, "decisions_per_s": 1.0, "reward": 0.0,
+        "accuracy": 0.9, "latency": 0.1, "energy": 1.0, "variance": 0.02, "memory": 0.5,
+        "width_share": (0.4, 0.6), "server_share": (0.5, 0.5), "group_mean": 2.0, "stats": UpdateStats(),
+    }  # fmt: skip
+    return UpdateReport(**{**fields, **changes})
+
+
+def test_the_failures_that_the_paper_names_are_noticed():
+    assert warnings(report()) == []
+    assert "slimmest width" in warnings(report(width_share=(0.99, 0.01)))[0]
+    assert "raise reward.delta" in warnings(report(server_share=(0.96, 0.04), variance=0.2))[0]
+    assert "memory budget" in warnings(report(memory=0.99))[0]
