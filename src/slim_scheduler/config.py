@@ -161,12 +161,14 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
-    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds (None:
-    the time of 300 full batches), because decisions are not evenly spaced. `accuracy`: a last segment's accuracy is its tuple's measured share of right answers, or each
-    item's own outcome (the same mean, noisier). `loads` are factors on the workload's rate, drawn per episode;
-    `servers` is how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown`
-    times slower; the rate follows their capacity. `warm_start` names a heuristic that is imitated first. An episode is cut
-    after `episode_rollouts` rollouts of `rollout_decisions`.
+    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
+    (None: the time of 300 full batches), because decisions are not evenly spaced. `accuracy`: a last segment's accuracy
+    is its tuple's measured share of right answers, or each item's own outcome (the same mean, noisier).
+    `reward_scale`: rewards are centred and scaled by each rollout's own mean and spread, so that an overloaded episode
+    does not drown the others, or by the run's running ones. `loads` are factors on the workload's rate, drawn per
+    episode; `servers` is how many copies of configured servers an episode has (None: the cluster itself), each up to
+    `slowdown` times slower; the rate follows their capacity. `warm_start` names a heuristic that is imitated first.
+    An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
     """
 
     observation: Literal["paper", "extended"] = "extended"
@@ -191,6 +193,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gae_lambda: float = 0.97
     n_steps: int = 32
     reward_weight: Literal["tasks", "block"] = "tasks"
+    reward_scale: Literal["rollout", "run"] = "rollout"
     accuracy: Literal["expected", "outcomes"] = "expected"
     loads: tuple[float, float] = (1.0, 1.0)
     servers: tuple[int, int] | None = None
