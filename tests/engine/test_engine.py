@@ -8,7 +8,7 @@ import pytest
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import Reply, StartBatch
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.engine import live_config
+from slim_scheduler.engine.assembly import live_config
 
 from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images
 

@@ -10,7 +10,7 @@ from .live import NETWORK, SHAPE
 async def test_profile_has_every_piece_at_every_batch_size(tmp_path):
     seen: list[tuple[int, int]] = []
     profile = await measure_model(
-        NETWORK, "cpu", batches=(1, 4), busy=1, rounds=1, progress=lambda done, of: seen.append((done, of))
+        NETWORK, "cpu", batches=(1, 4), busy=(2.0,), rounds=1, progress=lambda done, of: seen.append((done, of))
     )
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile

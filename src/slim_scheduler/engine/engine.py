@@ -11,13 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.config import Config, NetworkConfig, load_config
+from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.errors import ConfigError, DataError, InputError, ProfileError, SlimError
+from slim_scheduler.core.errors import InputError, SlimError
 from slim_scheduler.core.messages import Reply, RequestArrived, RequestCancelled
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
@@ -34,15 +33,14 @@ from slim_scheduler.core.types import (
     ServerName,
     WidthTuple,
 )
+from slim_scheduler.engine.assembly import accuracy_if_measured, live_config, live_server, profiles_if_all
 from slim_scheduler.engine.clock import MonotonicClock
-from slim_scheduler.engine.device import Device, open_device
-from slim_scheduler.engine.executor import Executor, Job
-from slim_scheduler.engine.host import DISPATCHER, Host, NoRecorder, StepRecorder
+from slim_scheduler.engine.device import Device
+from slim_scheduler.engine.executor import Job
+from slim_scheduler.engine.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.inputs import Normalization, as_batch, check_constraints
-from slim_scheduler.engine.live_server import LiveServer
-from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.engine.router_timer import TimedRouter
-from slim_scheduler.machines import build_dispatcher, build_router, build_server, load_profiles, load_shape
+from slim_scheduler.machines import build_dispatcher, build_router, load_shape
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.protocol import SlimmableModel
 
@@ -95,7 +93,7 @@ class SlimEngine:
             self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
         )
         servers = {
-            name: self._live_server(name, model, (devices or {}).get(name))
+            name: live_server(self.config, name, model, shape, profiles, self._finished, (devices or {}).get(name))
             for name in (server.name for server in config.servers)
         }
         self._host = Host(dispatcher, timed, servers, recorder or NoRecorder(), MonotonicClock(), self._answer)
@@ -125,8 +123,8 @@ class SlimEngine:
             shape,
             router=router,
             seed=seed,
-            profiles=_profiles(config, shape),
-            accuracy=_accuracy(config),
+            profiles=profiles_if_all(config, shape),
+            accuracy=accuracy_if_measured(config),
             normalization=Normalization(manifest.mean, manifest.std),
             recorder=recorder,
         )
@@ -285,24 +283,6 @@ class SlimEngine:
 
     # ---- inside
 
-    def _live_server(self, name: ServerName, model: SlimmableModel, device: Device | None) -> LiveServer:
-        server = next(server for server in self.config.servers if server.name == name)
-        scheduler = build_server(self.config, name, self.shape)
-        device = device or open_device(
-            server.device,
-            model,
-            self.shape,
-            threads=server.threads,
-            max_batch=server.max_batch,
-            memory_limit=int(server.vram_budget_gib * 2**30),
-        )
-        executor = Executor(name, device, server.concurrency, server.slowdown, self._finished)
-        profile = (self.profiles or {}).get(name)
-        power = profile.power if profile is not None and profile.power_source != "none" else None
-        alone = sum(other.device == "cpu" for other in self.config.servers) == 1
-        probe = open_probe(server.device, power, alone)
-        return LiveServer(scheduler, executor, probe, server.credit, self.shape.segments - 1)
-
     def _finished(self, name: ServerName, job: Job) -> None:
         self._host.finished(name, job)
 
@@ -315,32 +295,6 @@ class SlimEngine:
         if not self._stopping or self._waiting:
             self._sample_later(at)
         self._host.sample()
-
-
-def live_config(config: Config) -> Config:
-    """The configuration without what only a simulation has: links and faults.
-
-    In one process, moving an activation costs something only between devices that are not the same.
-    """
-    if any(server.name == DISPATCHER for server in config.servers):
-        raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
-    moves = len({server.device for server in config.servers}) > 1
-    return msgspec.structs.replace(config, network=NetworkConfig(activations=moves), faults=())
-
-
-def _profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:
-    """Profiles where every server has one. Routers that need them say so themselves; the others do without."""
-    try:
-        return load_profiles(config, shape)
-    except ProfileError:
-        return None
-
-
-def _accuracy(config: Config) -> AccuracyTable | None:
-    try:
-        return AccuracyTable.load(config.model.path)
-    except DataError:
-        return None  # requests with an accuracy floor are then refused, with that reason
 
 
 __all__ = ["InferenceResult", "InputError", "SlimEngine"]

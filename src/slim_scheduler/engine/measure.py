@@ -1,8 +1,9 @@
 """Measures a device's profile: latency, load time, memory and power of every piece of one network.
 
 Latency is taken through the engine's own executor, from submission to completion as the event loop sees it, so the
-host's overhead is inside. All points are visited in several rounds, so that a disturbance hits many points a little
-rather than one point much; medians are kept, with the spread between quartiles.
+host's overhead is inside. Every round visits all points once in a random order: as in serving, a batch finds the
+processor's caches full of other weights (the same batch twice in a row is a quarter faster), and a disturbance hits
+many points a little rather than one point much. Medians are kept, with the spread between quartiles.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import torch
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.profile import Curve, Latency, Profile
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Batch, Bytes, Seconds, ServerName, Task, Watts, Width
+from slim_scheduler.core.types import Batch, Bytes, Seconds, ServerName, Task, Watts, Width, WidthTuple
 from slim_scheduler.engine.device import Device, open_device
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
 from slim_scheduler.engine.hardware import device_name, versions
@@ -29,8 +30,7 @@ from slim_scheduler.model.shape import shape_of
 Progress = Callable[[int, int], None]  # points done, points in all
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-ROUNDS = 10
-RUNS_PER_ROUND = 3
+ROUNDS = 20
 LOADS = 5
 SLOWEST_FREE_BYTE: Seconds = 1e-11  # 100 GB/s: where bytes do not show in the load time, they cost this
 POWER_SECONDS = 2.0
@@ -67,7 +67,7 @@ def measure(
     model = checkpoint.load(model_dir)
     return asyncio.run(
         measure_model(
-            model, device, batches=batches, threads=threads, busy=busy, rounds=rounds, memory_gib=memory_gib,
+            model, device, batches=batches, threads=threads, busy=(1.0,) * busy, rounds=rounds, memory_gib=memory_gib,
             progress=progress,
         )
     )  # fmt: skip
@@ -79,16 +79,23 @@ async def measure_model(
     *,
     batches: Sequence[int] = BATCHES,
     threads: int = 1,
-    busy: int = 0,
+    slowdown: float = 1.0,
+    busy: Sequence[float] = (),
+    only: WidthTuple | None = None,
     rounds: int = ROUNDS,
     memory_gib: float = 8.0,
     progress: Progress | None = None,
 ) -> Profile:
-    """`measure` for a network in memory, on a running event loop."""
+    """`measure` for a network in memory, on a running event loop; `busy` are the other servers' slowdowns.
+
+    A server with a `slowdown` of its own is measured with its pauses, in which caches go cold, but without their time.
+    `only` measures no more than the pieces that this width tuple runs.
+    """
     shape = shape_of(model)
     limit = int(memory_gib * 2**30)
-    points = list(_points(shape, batches))
-    bench = _Bench(model, shape, device, threads, max(batches), limit)
+    pieces = list(_pieces(shape) if only is None else _pieces_of(only))
+    points = [Point(*piece, batch) for piece in pieces for batch in batches]
+    bench = _Bench(model, shape, device, threads, max(batches), limit, slowdown)
     total = len(points) * rounds * (2 if busy else 1)
     done = 0
 
@@ -105,26 +112,26 @@ async def measure_model(
             await bench.run(point)
         alone = await _rounds(bench, points, rounds, step)
         power, power_source = await _power(bench, device, points[-1], threads)
-        slowdown = Curve((0.0, 1.0), (1.0, 1.0))
+        crowding = Curve((0.0, 1.0), (1.0, 1.0))
         if busy:
-            others = [_Bench(model, shape, device, threads, max(batches), limit) for _ in range(busy)]
+            others = [_Bench(model, shape, device, threads, max(batches), limit, slow) for slow in busy]
             crowded = await _crowded(bench, others, points, rounds, step)
             factor = float(np.median([np.median(crowded[p]) / np.median(alone[p]) for p in points]))
-            slowdown = Curve((0.0, 1.0), (1.0, max(1.0, factor)))
+            crowding = Curve((0.0, 1.0), (1.0, max(1.0, factor)))
         fixed, rate = _load_line(shape, loads)
         return Profile(
             device=device_name(device),
             model=shape.name,
             source="measured",
             batches=tuple(batches),
-            latency_rows=tuple(_latency_rows(shape, batches, alone)),
+            latency_rows=tuple(_latency_rows(pieces, batches, alone)),
             load_s=fixed,
             load_bytes_per_s=rate,
             memory_bytes=_memory(device),
             power=power,
             power_source=power_source,
-            slowdown=slowdown,
-            notes=_notes(device, threads, busy, rounds),
+            slowdown=crowding,
+            notes=_notes(device, threads, len(busy), rounds),
             versions=versions(device),
         )
     finally:
@@ -135,17 +142,25 @@ class _Bench:
     """One executor with every instance loaded, and jobs awaited one at a time."""
 
     def __init__(
-        self, model: SlimmableModel, shape: ModelShape, device: str, threads: int, max_batch: int, limit: Bytes
+        self,
+        model: SlimmableModel,
+        shape: ModelShape,
+        device: str,
+        threads: int,
+        max_batch: int,
+        limit: Bytes,
+        slowdown: float = 1.0,
     ) -> None:
         self.device: Device = open_device(
             device, model, shape, threads=threads, max_batch=max_batch, memory_limit=limit
         )
         self._model = model
         self._shape = shape
-        self._executor = Executor("measured", self.device, 1, 1.0, self._finished)
+        self._executor = Executor("measured", self.device, 1, slowdown, self._finished)
         self._done: asyncio.Future[Job] | None = None
         self._inputs: dict[tuple[int, Width | None], torch.Tensor] = {}
         self._max_batch = max_batch
+        self._slowdown = slowdown
 
     def start(self) -> None:
         self._executor.start()
@@ -171,7 +186,7 @@ class _Bench:
         return seconds
 
     async def run(self, point: Point) -> Seconds:
-        """Seconds of one batch from submission to completion."""
+        """Seconds of one batch from submission to completion, without the pause of a slow server."""
         segment, previous, width, size = point
         instance = segment * len(self._shape.widths) + self._shape.index(width)
         tasks = [Task(i, i, segment, previous, None, 0.0, None, 0) for i in range(size)]
@@ -179,8 +194,9 @@ class _Bench:
         x = self._input(segment, previous)
         last = segment == self._shape.segments - 1
         begin = time.perf_counter()
-        await self._do(BatchJob(batch, tasks, [(x, row) for row in range(size)], to_host=last))
-        return time.perf_counter() - begin
+        job = await self._do(BatchJob(batch, tasks, [(x, row) for row in range(size)], to_host=last))
+        assert isinstance(job, BatchJob)
+        return time.perf_counter() - begin - job.seconds * (1 - 1 / self._slowdown)
 
     async def _do(self, job: Job) -> Job:
         self._done = asyncio.get_running_loop().create_future()
@@ -206,12 +222,6 @@ class _Bench:
         return self._inputs[segment, previous]
 
 
-def _points(shape: ModelShape, batches: Sequence[int]) -> Iterator[Point]:
-    for segment, previous, width in _pieces(shape):
-        for batch in batches:
-            yield Point(segment, previous, width, batch)
-
-
 def _pieces(shape: ModelShape) -> Iterator[tuple[int, Width | None, Width]]:
     for segment in range(shape.segments):
         for previous in shape.widths if segment else (None,):
@@ -219,13 +229,19 @@ def _pieces(shape: ModelShape) -> Iterator[tuple[int, Width | None, Width]]:
                 yield segment, previous, width
 
 
+def _pieces_of(widths: WidthTuple) -> Iterator[tuple[int, Width | None, Width]]:
+    for segment, width in enumerate(widths):
+        yield segment, widths[segment - 1] if segment else None, width
+
+
 async def _rounds(
     bench: _Bench, points: Sequence[Point], rounds: int, step: Callable[[], None]
 ) -> dict[Point, list[Seconds]]:
     times: dict[Point, list[Seconds]] = {point: [] for point in points}
+    rng = np.random.default_rng(0)
     for _ in range(rounds):
-        for point in points:
-            times[point] += [await bench.run(point) for _ in range(RUNS_PER_ROUND)]
+        for i in rng.permutation(len(points)).tolist():
+            times[points[i]].append(await bench.run(points[i]))
             step()
     return times
 
@@ -277,8 +293,10 @@ async def _power(bench: _Bench, device: str, heavy: Point, threads: int) -> tupl
     return Curve((0.0, 1.0), (watts[0], max(watts))), source
 
 
-def _latency_rows(shape: ModelShape, batches: Sequence[int], times: dict[Point, list[Seconds]]) -> Iterator[Latency]:
-    for segment, previous, width in _pieces(shape):
+def _latency_rows(
+    pieces: Sequence[tuple[int, Width | None, Width]], batches: Sequence[int], times: dict[Point, list[Seconds]]
+) -> Iterator[Latency]:
+    for segment, previous, width in pieces:
         measured = [times[Point(segment, previous, width, batch)] for batch in batches]
         yield Latency(
             segment,
@@ -309,7 +327,7 @@ def _memory(device: str) -> Bytes:
 
 
 def _notes(device: str, threads: int, busy: int, rounds: int) -> str:
-    how = f"medians of {rounds * RUNS_PER_ROUND} runs in {rounds} rounds, from submission to completion"
+    how = f"medians of {rounds} runs in random order, from submission to completion"
     where = "" if device.startswith("cuda") else f", {threads} thread{'s' if threads > 1 else ''} per server"
     crowd = f"; slowdown measured with {busy} other servers of the process computing" if busy else ""
     return how + where + crowd

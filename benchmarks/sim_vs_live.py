@@ -1,0 +1,149 @@
+"""The simulator against reality: the same arrivals, routers and seeds, live and simulated, in one run.
+
+Section 5 of the experiments: three unequal live servers on this machine, their profile measured first with all of them
+active; then 0.3, 0.6 and 0.85 of the capacity and a saturated run. `ratio` is simulated over live, so 1 is perfect.
+The servers wait for a part of their time (`slowdown`), so that together they fit on two cores.
+"""
+
+import asyncio
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from slim_scheduler.config import Config, config_from
+from slim_scheduler.core.profile import write_profile
+from slim_scheduler.engine.assembly import live_config
+from slim_scheduler.engine.bench import bench
+from slim_scheduler.engine.hardware import device_name
+from slim_scheduler.engine.measure import measure_model
+from slim_scheduler.model import checkpoint
+from slim_scheduler.model.cifar import RECORD_BYTES
+from slim_scheduler.model.presets import preset_named
+from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.record import Recorder, RunInfo
+from slim_scheduler.sim.host import simulate
+from slim_scheduler.summary import summarize
+from slim_scheduler.workload import Arrivals
+
+PRESET = "cifar100-lean"  # weights and images are random, which costs the same
+SLOWDOWNS = (2.0, 3.0, 4.0)
+WIDTHS = (0.25, 0.5, 0.75, 1.0)  # fixed: with random ones, two equal runs differ by which instances they happen to load
+ROUTER = "jsq:" + "/".join(f"{width:g}" for width in WIDTHS)
+LOADS = (0.3, 0.6, 0.85)
+SEEDS = (1, 2, 3)
+DURATION_S = 8.0
+WARMUP_S = 2.0
+FLOOD = 400.0  # items per second, beyond what two cores carry
+FLOOD_WAITING = 256  # a bounded queue: in a growing one items would only ever begin
+IMAGES = 200
+MEASURE_ROUNDS = 40
+TOLERANCE = {0.3: 0.15, 0.6: 0.15, 0.85: 0.25}
+THROUGHPUT_TOLERANCE = 0.10
+CONFIDENCE = 1.96
+
+
+def run() -> dict[str, dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = _prepare(Path(folder))
+        flood = _pair(config, FLOOD, SEEDS[:2], end="cut")
+        live, simulated = ([one["throughput_items_s"] for one in side] for side in flood)
+        capacity = float(np.mean(live))
+        results = {"sim_vs_live_throughput": _row(simulated, live, "items/s", THROUGHPUT_TOLERANCE)}
+        for load in LOADS:
+            lives, sims = _pair(config, load * capacity, SEEDS, end="drain")
+            for name in ("mean", "p95"):
+                live, simulated = ([1e3 * one["latency_s"][name] for one in side] for side in (lives, sims))
+                results[f"sim_vs_live_latency_{name}_at_{load:g}"] = _row(simulated, live, "ms", TOLERANCE[load])
+            lag = max(one["generator_lag_s"]["p99"] for one in lives)
+            _say(f"at {load:g} of {capacity:.0f} items/s: generator lag p99 {1e3 * lag:.1f} ms (valid below 5)")
+            for name in ("mean", "p95"):
+                results[f"sim_vs_live_latency_{name}_at_{load:g}"]["generator_lag_p99_ms"] = round(1e3 * lag, 2)
+    return results
+
+
+def _prepare(folder: Path) -> Config:
+    """A checkpoint, images and a measured profile in a folder, and the cluster that uses them."""
+    torch.manual_seed(0)
+    model = SlimResNet(preset_named(PRESET).architecture, PRESET).eval().requires_grad_(False)
+    checkpoint.save(model, folder / PRESET)
+    records = np.random.default_rng(0).integers(0, 100, (IMAGES, RECORD_BYTES), dtype=np.uint8)
+    for part in ("train.bin", "test.bin"):
+        (folder / part).write_bytes(records.tobytes())
+    _say(f"measuring a profile of {device_name('cpu')} with {len(SLOWDOWNS)} servers active")
+    first, *others = SLOWDOWNS
+    profile = asyncio.run(measure_model(model, "cpu", slowdown=first, busy=others, only=WIDTHS, rounds=MEASURE_ROUNDS))
+    _say(f"slowdown when all are active: {profile.slowdown.y[-1]:.2f}")
+    write_profile(profile, folder / "cpu.json")
+    servers = [
+        {"name": name, "device": "cpu", "slowdown": slowdown, "profile": str(folder / "cpu.json")}
+        for name, slowdown in zip("abc", SLOWDOWNS, strict=True)
+    ]
+    tree = {
+        "model": {"path": str(folder / PRESET)},
+        "servers": servers,
+        "router": {"name": ROUTER, "fallback": "jsq:0.5"},
+        "workload": {"data": str(folder), "duration_s": DURATION_S, "warmup_s": WARMUP_S},
+        "record": {"level": "blocks"},
+    }
+    return live_config(config_from(tree))
+
+
+Summary = dict[str, Any]
+
+
+def _pair(config: Config, rate: float, seeds: tuple[int, ...], end: str) -> tuple[list[Summary], list[Summary]]:
+    """Summaries of live and of simulated runs over the same arrivals."""
+    workload = msgspec.structs.replace(config.workload, rate=rate, end=end)
+    dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=FLOOD_WAITING if end == "cut" else 100_000)
+    config = msgspec.structs.replace(config, workload=workload, dispatch=dispatch)
+    lives, sims = [], []
+    for seed in seeds:
+        live = bench(config, ROUTER, seed)
+        lives.append(summarize(live.recorder.record(live.info), config))
+        sims.append(_simulated(config, seed, live.arrivals))
+        _say(f"{rate:.0f} items/s, seed {seed}: live {_brief(lives[-1])}; simulated {_brief(sims[-1])}")
+    return lives, sims
+
+
+def _brief(summary: Summary) -> str:
+    mean = summary["latency_s"]["mean"]
+    return f"{summary['throughput_items_s']:.1f} items/s" + ("" if mean is None else f" in {1e3 * mean:.1f} ms")
+
+
+def _simulated(config: Config, seed: int, arrivals: Arrivals) -> Summary:
+    recorder = Recorder(config.record.level, lambda item, widths: None)
+    result = simulate(config, ROUTER, seed, recorder=recorder, arrivals=arrivals)
+    info = RunInfo(mode="simulated", router=ROUTER, seed=seed, ended_at=result.ended_s)
+    return summarize(recorder.record(info), config)
+
+
+def _row(simulated: list[float], live: list[float], unit: str, tolerance: float) -> dict[str, Any]:
+    ours, theirs = float(np.mean(simulated)), float(np.mean(live))
+    interval = CONFIDENCE * float(np.std(live, ddof=1)) / len(live) ** 0.5 / theirs if len(live) > 1 else 0.0
+    allowed = max(tolerance, interval) if tolerance == TOLERANCE[0.85] else tolerance
+    ratio = ours / theirs
+    return {
+        "ratio": round(ratio, 4),
+        "ours": round(ours, 2),
+        "theirs": round(theirs, 2),
+        "unit": f"{unit}, simulated against live",
+        "within": abs(ratio - 1) <= allowed,
+        "allowed": round(allowed, 3),
+        "live_interval": round(interval, 3),
+        "versions": {
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "machine": device_name("cpu"),
+            "network": f"{PRESET}, random weights; slowdowns {SLOWDOWNS}",
+        },
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

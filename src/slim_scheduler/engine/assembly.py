@@ -1,0 +1,75 @@
+"""Puts live servers together from a configuration: device, threads, sensors, scheduler. Decides nothing later on."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from slim_scheduler.config import Config, NetworkConfig
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError, DataError, ProfileError
+from slim_scheduler.core.profile import Profile
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import ServerName
+from slim_scheduler.engine.device import Device, open_device
+from slim_scheduler.engine.executor import Executor, Job
+from slim_scheduler.engine.host import DISPATCHER
+from slim_scheduler.engine.live_server import LiveServer
+from slim_scheduler.engine.probe import open_probe
+from slim_scheduler.machines import build_server, load_profiles
+from slim_scheduler.model.protocol import SlimmableModel
+
+GIB = 2**30
+
+
+def live_config(config: Config) -> Config:
+    """The configuration without what only a simulation has: links and faults.
+
+    In one process, moving an activation costs something only between devices that are not the same.
+    """
+    if any(server.name == DISPATCHER for server in config.servers):
+        raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
+    moves = len({server.device for server in config.servers}) > 1
+    return msgspec.structs.replace(config, network=NetworkConfig(activations=moves), faults=())
+
+
+def live_server(
+    config: Config,
+    name: ServerName,
+    model: SlimmableModel,
+    shape: ModelShape,
+    profiles: dict[ServerName, Profile] | None,
+    finished: Callable[[ServerName, Job], None],
+    device: Device | None = None,
+) -> LiveServer:
+    """One configured server, not yet started. `device`, where given, is used instead of the one configured."""
+    server = next(server for server in config.servers if server.name == name)
+    scheduler = build_server(config, name, shape)
+    device = device or open_device(
+        server.device,
+        model,
+        shape,
+        threads=server.threads,
+        max_batch=server.max_batch,
+        memory_limit=int(server.vram_budget_gib * GIB),
+    )
+    executor = Executor(name, device, server.concurrency, server.slowdown, finished)
+    profile = (profiles or {}).get(name)
+    power = profile.power if profile is not None and profile.power_source != "none" else None
+    alone = sum(other.device == "cpu" for other in config.servers) == 1
+    return LiveServer(scheduler, executor, open_probe(server.device, power, alone), server.credit, shape.segments - 1)
+
+
+def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:
+    """Profiles where every server has one. Routers that need them say so themselves; the others do without."""
+    try:
+        return load_profiles(config, shape)
+    except ProfileError:
+        return None
+
+
+def accuracy_if_measured(config: Config) -> AccuracyTable | None:
+    """The accuracy per width tuple, where it was measured; else requests with an accuracy floor are refused."""
+    try:
+        return AccuracyTable.load(config.model.path)
+    except DataError:
+        return None
