@@ -103,6 +103,7 @@ def print_comparison(comparison: Any, as_json: bool) -> None:
     if as_json:
         print_json(comparison.to_json())
         return
+    from slim_scheduler.report.notes import notes
     from slim_scheduler.report.terminal import comparison_table, difference_table
 
     out = console()
@@ -111,6 +112,8 @@ def print_comparison(comparison: Any, as_json: bool) -> None:
     if differences is not None:
         out.print()
         out.print(differences)
+    for note in notes([run for runs in comparison.summaries.values() for run in runs]):
+        out.print(f"[dim]{note}[/dim]", soft_wrap=True)
 
 
 def _conclude(summary: dict[str, Any], out: Path, as_json: bool) -> None:

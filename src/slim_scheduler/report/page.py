@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure
+from slim_scheduler.report.notes import count, notes
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router
 from slim_scheduler.report.theme import css_variables, inline_svg
 
 Groups = Mapping[str, Sequence[RunFolder]]
-LAG_LIMIT_S = 0.005  # 5-experiments.md, section 1: a later generator makes a live run invalid
 
 
 def write_report(runs: Sequence[RunFolder], path: Path, title: str = "Slim Scheduler report") -> None:
@@ -46,33 +46,12 @@ def _head(groups: Groups, title: str) -> Iterator[str]:
     )
     yield f"<h1>{escape(title)}</h1>"
     yield (
-        f'<p class="soft">{_count(len(groups), "router")}, {_count(len(runs), "run")} · {workload.kind} arrivals, '
+        f'<p class="soft">{count(len(groups), "router")}, {count(len(runs), "run")} · {workload.kind} arrivals, '
         f"{workload.rate:g} items/s for {workload.duration_s:g} s, the first {workload.warmup:g} s not measured · "
         f"data {escape(workload.data)} · servers {escape(servers)}</p>"
     )
     yield "".join(f'<span class="origin">{escape(origin)}</span>' for origin in dict.fromkeys(r.origin for r in runs))
-    yield from (f'<p class="note">{escape(note)}</p>' for note in _notes(runs))
-
-
-def _notes(runs: Sequence[RunFolder]) -> Iterator[str]:
-    """What a reader must know before believing the numbers."""
-    if any(run.summary["mode"] == "simulated" for run in runs):
-        yield "Simulated: devices and network behave as their profiles say, not as measured here."
-    if any("estimated" in run.summary["energy_source"] for run in runs):
-        yield "Energy is estimated from the devices' profiles, not metered: it proves nothing."
-    late = [run for run in runs if (run.summary["generator_lag_s"]["p99"] or 0.0) > LAG_LIMIT_S]
-    if late:
-        worst = max(run.summary["generator_lag_s"]["p99"] for run in late)
-        yield (
-            f"{_count(len(late), 'run')} of {len(runs)} had a load generator more than 5 ms late (p99 up to "
-            f"{1000 * worst:.1f} ms): those latencies are not valid."
-        )
-    stopped = sum(bool(run.summary["interrupted"]) for run in runs)
-    if stopped:
-        yield f"{_count(stopped, 'run')} of {len(runs)} was interrupted; the numbers are of what ran until then."
-    fallbacks = sum(run.summary["fallbacks"] for run in runs)
-    if fallbacks:
-        yield f"A router's decision was replaced by the fallback {_count(fallbacks, 'time')}."
+    yield from (f'<p class="note">{escape(note)}</p>' for note in notes([run.summary for run in runs]))
 
 
 def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
@@ -214,7 +193,3 @@ def _details(groups: Groups) -> Iterator[str]:
     machines = "\n".join(dict.fromkeys(run.record.info.machine for of in groups.values() for run in of))
     yield f"<details><summary>Configuration, machine and folders of the runs</summary><pre>{escape(machines)}</pre>"
     yield f"<pre>{escape((first.path / CONFIG).read_text())}</pre><pre>{escape(folders)}</pre></details>"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
