@@ -1,5 +1,6 @@
 import pytest
 
+from slim_scheduler.core.dispatcher import RETRIES_AT_START
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockFinished,
@@ -348,3 +349,23 @@ def test_a_removed_server_is_no_longer_seen_by_routers():
     assert sent(made.handle(request(1), 0.2))[0].server == "b"
     made.handle(ServerJoined("a", 8), 0.3)
     assert list(made.servers) == ["b", "a"]
+
+
+def test_retries_are_paid_for_by_arrivals():
+    made = dispatcher(credit=400, retry_budget=0.25, max_retries=1000)
+    blocks = [b for i in range(1, 9) for b in sent(made.handle(request(i), 0.0))]
+    (block, *_), retries = blocks, -1
+    while block is not None:
+        commands = made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 1.0)
+        block, retries = (sent(commands) or [None])[0], retries + 1
+    assert retries == RETRIES_AT_START + 2, "eight arrivals earn two retries"
+    assert replies(commands)[0].reason == "device lost; the retry budget is spent"
+
+
+def test_a_report_that_comes_late_changes_nothing():
+    made = dispatcher()
+    made.handle(report("a", 1.0), 1.0)
+    newest = made.servers["a"].report
+    made.handle(report("a", 0.5), 1.1)
+    assert made.servers["a"].report is newest
+    assert made.servers["a"].heard_at == 1.0
