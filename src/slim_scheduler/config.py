@@ -335,6 +335,11 @@ def _check(config: Config) -> None:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
         _not_negative("faults.at_s", fault.at_s)
+        _positive("faults.factor", fault.factor)
+        if fault.duration_s is not None:
+            _positive("faults.duration_s", fault.duration_s)
+        if not 0 <= fault.share <= 1:
+            raise ConfigError(f"faults.share is {fault.share:g}; it must be from 0 to 1")
 
 
 def _check_training(config: Config) -> None:

@@ -5,6 +5,7 @@ import pytest
 from numpy.random import default_rng
 
 from slim_scheduler.config import Config, FaultConfig
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
@@ -162,3 +163,17 @@ def test_an_activation_that_was_lost_on_the_way_sends_its_item_back_to_the_start
     assert reply.outcome is Outcome.ANSWERED
     assert len(reply.items[0].servers) == 2
     assert when < 2.5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"factor": 0.0}, r"faults\.factor is 0; it must be above 0"),
+        ({"share": 1.5}, r"faults\.share is 1\.5; it must be from 0 to 1"),
+        ({"duration_s": 0.0}, r"faults\.duration_s is 0; it must be above 0"),
+        ({"server": "z"}, "server z is not configured"),
+    ],
+)
+def test_impossible_faults_are_configuration_errors(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cluster(tmp_path, {"server": "a", "at_s": 1.0, "kind": "slow", **wrong})
