@@ -16,7 +16,7 @@ def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
     late = sum(lag > LAG_LIMIT_S for lag in lags)
     if late:
         yield (
-            f"Latencies of {late} of {count(len(lags), 'run')} are not valid: the load generator was more than 5 ms late "
+            f"Latencies of {late} of {count(len(lags), 'run')} are not valid: the load generator was over 5 ms late "
             f"(p99 up to {1000 * max(lags):.1f} ms). The machine was too busy."
         )
     stopped = sum(bool(run["interrupted"]) for run in summaries)

@@ -14,7 +14,7 @@ from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.record import Record, read_record
 
-RECORD, SUMMARY, CONFIG = "record.parquet", "summary.json", "config.toml"
+RECORD, SUMMARY, CONFIG, COMPARISON = "record.parquet", "summary.json", "config.toml", "compare.json"
 
 
 class RunFolder:
@@ -47,7 +47,10 @@ def origin(summary: dict[str, Any]) -> str:
 
 
 def find_runs(folders: Iterable[Path]) -> list[RunFolder]:
-    """All runs in and below some folders, in the order of their paths. Raises RecordError where there is none."""
+    """All runs in and below some folders, by path, or in the order of a comparison found there.
+
+    Raises RecordError where there is none.
+    """
     runs: list[RunFolder] = []
     for folder in folders:
         if not folder.is_dir():
@@ -55,8 +58,21 @@ def find_runs(folders: Iterable[Path]) -> list[RunFolder]:
         found = sorted(path.parent for path in folder.rglob(RECORD))
         if not found:
             read_record(folder)  # says what is missing
-        runs.extend(RunFolder(path) for path in found)
+        order = _compared(folder)
+        below = [RunFolder(path) for path in found]
+        runs.extend(sorted(below, key=lambda run: order.get(run.router, len(order))))
     return runs
+
+
+def _compared(folder: Path) -> dict[str, int]:
+    """The places of routers in a comparison's `compare.json`; empty where there is none."""
+    path = folder / COMPARISON
+    if not path.exists():
+        return {}
+    try:
+        return {str(entry["router"]): i for i, entry in enumerate(json.loads(path.read_text()))}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} cannot be read ({error}); compare again") from None
 
 
 def by_router(runs: Iterable[RunFolder]) -> dict[str, list[RunFolder]]:
