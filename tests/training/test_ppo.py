@@ -152,7 +152,8 @@ def test_an_unfinished_block_is_carried_over_once_with_its_log_probability():
 
 def test_rewards_count_per_task_around_the_running_mean():
     scale = RewardScale()
-    scale.learn([Credit(1, 3, 1.0, *[0.0] * 4), Credit(2, 1, 5.0, *[0.0] * 4)], by_tasks=True)
+    credits = [Credit(1, 3, 1.0, *[0.0] * 4), Credit(2, 1, 5.0, *[0.0] * 4)]
+    scale.learn([Rollout(steps(1, 2), 0.0, 0.3, credits, 0.0)], True, ONE_STEP)
     assert scale.mean == 2.0  # (3 x 1 + 1 x 5) / 4
     assert scale.spread == 3.0  # both decisions are 3 away from it: 3 tasks x 1, 1 task x 3
     assert scale.apply(Credit(3, 2, 3.5, *[0.0] * 4), by_tasks=True) == 1.0

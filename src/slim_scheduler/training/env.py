@@ -35,8 +35,9 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
     """MultiDiscrete action (server, width, group), each an index into what the configuration lists.
 
     `info` holds `masks` (what may be chosen, one array per part of the action), `decision` (the number of the decision
-    just taken, from 1) and `credits`: pairs (decision number, reward). An action that is masked is replaced by the
-    dispatcher's fallback, as it would be live. The observation is the encoder's: shared figures, then each server's.
+    just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. An action that
+    is masked is replaced by the dispatcher's fallback, as it would be live. The observation is the encoder's: the shared
+    figures, then each server's.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
@@ -71,7 +72,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             expected=training.accuracy == "expected",
         )
         self._observe(self._episode)
-        return self._flat(), {"masks": self._masks(), "decision": 0, "credits": []}
+        return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
 
     def step(self, action: np.ndarray) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         episode = self._episode
@@ -83,8 +84,10 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         if terminated or truncated:
             episode.end()
         self._observe(episode)
-        credits = [(credit.decision, self._weighted(credit)) for credit in episode.take_credits()]
-        info = {"masks": self._masks(), "decision": number, "credits": credits}
+        earned = episode.take_credits()
+        credits = [(credit.decision, self._weighted(credit)) for credit in earned]
+        tasks = sum([credit.tasks for credit in earned])
+        info = {"masks": self._masks(), "decision": number, "credits": credits, "tasks": tasks}
         return self._flat(), float(sum([reward for _, reward in credits])), terminated, truncated, info
 
     def action_masks(self) -> np.ndarray:

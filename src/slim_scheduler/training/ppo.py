@@ -93,25 +93,46 @@ def returns_and_advantages(
 
 
 class RewardScale(msgspec.Struct):
-    """Running mean reward of a task, and the spread of what decisions earn around it.
+    """Running mean reward of a task, and the spread of the returns that decisions get around it.
 
-    Subtracting the mean per task changes no policy's rank, because the tasks come whatever is decided.
+    Subtracting the mean per task changes no policy's rank, because the tasks come whatever is decided. With returns of
+    about 1, the value's gradient does not drown the policy's in the norm that both share.
     """
 
     mean: float = 0.0
     spread: float = 1.0
     updates: int = 0
 
-    def learn(self, credits: list[Credit], by_tasks: bool) -> None:
+    def learn(self, rollouts: list[Rollout], by_tasks: bool, horizon: Horizon) -> None:
+        credits = [credit for rollout in rollouts for credit in rollout.credits]
         if not credits:
             return
-        rewards = np.array([credit.reward for credit in credits])
-        tasks = np.array([credit.tasks if by_tasks else 1 for credit in credits], float)
+        weights = [credit.tasks if by_tasks else 1 for credit in credits]
         keep = SCALE_MEMORY if self.updates else 0.0
-        self.mean = keep * self.mean + (1 - keep) * float(np.average(rewards, weights=tasks))
-        spread = float(np.sqrt(np.mean((tasks * (rewards - self.mean)) ** 2)))
+        mean = float(np.average([credit.reward for credit in credits], weights=weights))
+        self.mean = keep * self.mean + (1 - keep) * mean
+        returns = np.concatenate([self._returns(rollout, by_tasks, horizon) for rollout in rollouts])
+        spread = float(np.sqrt(np.mean(returns**2)))
         self.spread = keep * self.spread + (1 - keep) * max(spread, SMALL)
         self.updates += 1
+
+    def _returns(self, rollout: Rollout, by_tasks: bool, horizon: Horizon) -> Reals:
+        """Of a rollout's own decisions, as far as their rewards are known."""
+        steps = rollout.steps
+        earned = np.zeros(len(steps))
+        for credit in rollout.credits:
+            i = credit.decision - int(steps.number[0])
+            if 0 <= i < len(steps):
+                earned[i] = (credit.tasks if by_tasks else 1) * (credit.reward - self.mean)
+        if horizon.kind != "one-step":
+            ahead = 0.0
+            discount = (
+                np.exp(-np.maximum(np.diff(steps.at, append=rollout.next_at), 0.0) / horizon.seconds) * ~steps.over
+            )
+            for t in range(len(steps) - 1, -1, -1):
+                ahead = earned[t] + discount[t] * ahead
+                earned[t] = ahead
+        return earned
 
     def apply(self, credit: Credit, by_tasks: bool) -> float:
         tasks = credit.tasks if by_tasks else 1

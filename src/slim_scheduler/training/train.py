@@ -73,8 +73,10 @@ def train(
                 teacher=training.warm_start if imitating else "",
             )
             rollouts = workers.collect(order)
-            scale.learn([credit for rollout in rollouts for credit in rollout.credits], by_tasks)
-            scales = [_own_scale(r, by_tasks) if training.reward_scale == "rollout" else scale for r in rollouts]
+            scale.learn(rollouts, by_tasks, horizon)
+            scales = [
+                _own_scale(r, by_tasks, horizon) if training.reward_scale == "rollout" else scale for r in rollouts
+            ]
             batch = Batch.join([t.add(r, s) for t, r, s in zip(trajectories, rollouts, scales, strict=True)])
             rng = np.random.default_rng([seed, update])
             if imitating:
@@ -161,9 +163,9 @@ def _trained(manifest: PolicyManifest, decided: int, updates: int) -> PolicyMani
     return msgspec.structs.replace(manifest, training={**manifest.training, "decided": decided, "updates": updates})
 
 
-def _own_scale(rollout: Rollout, by_tasks: bool) -> RewardScale:
+def _own_scale(rollout: Rollout, by_tasks: bool, horizon: Horizon) -> RewardScale:
     scale = RewardScale()
-    scale.learn(rollout.credits, by_tasks)
+    scale.learn([rollout], by_tasks, horizon)
     return scale
 
 
