@@ -133,11 +133,12 @@ def _is_sure(value: Estimate) -> bool:
 
 
 def _is_best(measure: Measure, value: Estimate, among: Mapping[str, Mapping[str, Estimate]]) -> bool:
+    """Whether no router shows a better number, and some shows a worse one."""
     means = [of[measure.key].mean for of in among.values() if measure.key in of]
     known = [mean for mean in means if mean is not None]
-    if measure.better is None or value.mean is None or len(set(known)) < 2:
+    if measure.better is None or value.mean is None or len({measure.show(mean) for mean in known}) < 2:
         return False
-    return value.mean == (min(known) if measure.better == "low" else max(known))
+    return measure.show(value.mean) == measure.show(min(known) if measure.better == "low" else max(known))
 
 
 def _mix(estimates: Mapping[str, Estimate], widths: Sequence[str]) -> str:
