@@ -18,7 +18,7 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Watts, Width
 from slim_scheduler.model.architecture import FLOAT_BYTES, Architecture, has_shortcut, segment_convolutions
 
-EFFICIENCY = 0.055  # fitted by calibrate.py: the share of both peaks that a small network reaches, on either card
+EFFICIENCY = 0.0297  # fitted by calibrate.py: the share of both peaks that a small network reaches, on either card
 LAUNCH: Seconds = 10e-6  # one kernel from eager PyTorch, launch and framework; does not depend on the card
 WINOGRAD = 2.25  # cuDNN's fp32 3x3 convolution of stride 1, F(2x2, 3x3), needs so many times fewer multiplications
 LOAD: Seconds = 5e-3  # allocations and the first, unoptimised call of an instance

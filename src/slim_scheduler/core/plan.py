@@ -26,6 +26,7 @@ MOST_TUPLES = 65_536
 LOGIT_BYTES = 4  # fp32
 CURVE_STEPS = 64  # of utilisation, where work and power are looked at
 SLACK = 1e-7  # relative: what a solver may be off by
+NOTHING = 1e-5  # of the load: a rate that is left out
 
 Step = tuple[int, Width | None, Width]  # segment, previous width, width
 
@@ -225,13 +226,20 @@ class PlanProgram:
 
     def _plan(self, x: Any) -> Plan:
         load = float(x[self._load])
-        least = SLACK * load
+        least = NOTHING * load
         tuples = {t: float(x[i]) for i, t in enumerate(self._tuples) if x[i] > least}
         steps = {place: float(x[j]) for place, j in self._place.items() if x[j] > least}
         work = dict.fromkeys(self._names, 0.0)
         for (name, step), rate in steps.items():
             work[name] += rate * self._seconds[name, step]
-        stays = {key: float(x[self._first_stay + i]) for i, key in enumerate(self._stays)}
+        # Staying is never worse than moving, so as much stays as leaves and comes in one place.
+        stays = {
+            (segment, width, name): min(
+                sum(r for (n, s), r in steps.items() if n == name and (s[0], s[2]) == (segment, width)),
+                sum(r for (n, s), r in steps.items() if n == name and s[:2] == (segment + 1, width)),
+            )
+            for segment, width, name in self._stays
+        }
         return Plan(
             load=load,
             accuracy=float(self._top1 @ x[: len(self._tuples)]) / load,

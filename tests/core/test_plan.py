@@ -1,0 +1,92 @@
+"""The router `lp`: the shares it sends are the plan's, and the plan is the load's."""
+
+from collections import Counter
+
+import pytest
+from numpy.random import default_rng
+
+from slim_scheduler.core.plan import PlanProgram
+from slim_scheduler.core.router.plan import PlanFollower
+from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
+
+RNG = default_rng(0)
+FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind)))
+
+
+def after_a_second_at(load: int, facts=FACTS, now: float = 1.0) -> PlanFollower:
+    """A router that has seen `load` items arrive and be answered in the first second."""
+    router = PlanFollower(facts, Table(), rho=1.0)
+    router.decide(view(*[seen(name) for name in facts.servers], waiting=0, now=now, completed=load), RNG)
+    return router
+
+
+@pytest.mark.parametrize("load", [39, 86, 126])
+def test_what_it_sends_has_the_plans_shares(load):
+    router = after_a_second_at(load)
+    # The load in steps of the highest (400/3 items/s), rounded up.
+    most = PlanProgram(FACTS, Table()).max_load()
+    step = -(-load * 20 // most) / 20
+    plan = PlanProgram(FACTS, Table()).most_even(step * most * (1 - 1e-6))
+    for segment, shares in plan.shares().items():
+        kinds = {key[1][1] for key in plan.steps if key[1][0] == segment}
+        tasks = Counter()
+        for previous in kinds:
+            of_kind = sum(rate for (_, s), rate in plan.steps.items() if s[:2] == (segment, previous))
+            sent = Counter()
+            for _ in range(2000):
+                now = view(seen("a"), seen("b"), segment=segment, previous=previous, waiting=1, now=1.5, completed=load)
+                decision = router.decide(now, RNG)
+                sent[decision.server, decision.width] += decision.group
+            for target, count in sent.items():
+                tasks[target] += count / 2000 * of_kind / plan.load
+        assert dict(tasks) == pytest.approx(shares, abs=0.01)
+
+
+def test_before_anything_is_measured_it_plans_for_the_highest_load():
+    router = PlanFollower(FACTS, Table(), rho=1.0)
+    decisions = [router.decide(view(seen("a"), seen("b"), now=0.5), RNG) for _ in range(50)]
+    assert {decision.width for decision in decisions} == {0.5}
+
+
+def test_a_low_load_gets_the_widest_tuple():
+    router = after_a_second_at(20)
+    decision = router.decide(view(seen("a"), seen("b"), now=1.5, completed=20), RNG)
+    assert decision.width == 1.0
+
+
+def test_the_plan_is_looked_at_again_every_second():
+    router = after_a_second_at(20)
+    for second in range(2, 8):  # the load rises to more than the cluster carries
+        decision = router.decide(view(seen("a"), seen("b"), now=float(second), completed=20 + 300 * (second - 1)), RNG)
+    assert decision.width == 0.5
+
+
+def test_what_waits_counts_as_load():
+    router = PlanFollower(FACTS, Table(), rho=1.0)
+    busy = view(seen("a"), seen("b"), waiting=500, now=1.0)
+    assert router.decide(busy, RNG).width == 0.5
+
+
+def test_a_server_that_is_out_of_service_is_planned_without():
+    router = after_a_second_at(20)
+    down = seen("a")
+    down.up = False
+    for _ in range(5):
+        assert router.decide(view(down, seen("b"), now=1.5, completed=20), RNG).server == "b"
+
+
+def test_a_full_server_is_passed_over():
+    router = after_a_second_at(120)
+    for _ in range(20):
+        assert router.decide(view(seen("a", credit=0), seen("b"), now=1.5, completed=120), RNG).server == "b"
+
+
+def test_what_lies_at_its_home_stays_there_where_links_are_narrow():
+    facts = cluster(
+        server("a", bytes_per_s=5000.0), server("b", bytes_per_s=5000.0), move_activations=True
+    )  # 25 items/s of 200 bytes would fill a link
+    router = after_a_second_at(90, facts)
+    for home in ("a", "b"):
+        now = view(seen("a"), seen("b"), segment=1, previous=0.5, home=home, now=1.5, completed=90)
+        stays = sum(router.decide(now, RNG).server == home for _ in range(100))
+        assert stays >= 70
