@@ -98,6 +98,15 @@ def test_new_life_starts_without_guilt():
     assert outliers.allowance("a") is None
 
 
+def test_ejected_server_is_reinstated_when_the_last_trusted_one_is_lost():
+    outliers = Outliers(LIMITS)
+    for server in "ab":
+        outliers.joined(server, 0.0)
+    fail(outliers, "a", 1.0)
+    assert outliers.left("b", 2.0) == ["a"]
+    assert outliers.allowance("a") is None
+
+
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["failed", "succeeded", "probe"])), max_size=200),

@@ -1,8 +1,8 @@
 """Servers that answer but fail: ejected for a while, probed with a few tasks, reinstated when a probe succeeds.
 
 It keeps count of what came back from each server, and of who is ejected; never more than half of them, so never all.
-Silent servers are not its business (`fleet.py`), nor what happens to tasks (`dispatcher.py`, its only caller). The rules
-are those of Envoy's outlier detection: a count of failures, a time that doubles, a bound on how many.
+Silent servers are not its business (`fleet.py`), nor what happens to tasks (`dispatcher.py`). The rules are those of
+Envoy's outlier detection: a count of failures, a time that doubles, a bound on how many.
 """
 
 from collections import deque
@@ -59,18 +59,24 @@ class Conduct:
 
 
 class Outliers:
-    """The conduct of all servers that are in the fleet."""
+    """The conduct of all servers that are in service."""
 
     def __init__(self, limits: OutlierLimits) -> None:
         self._limits = limits
         self._conduct: dict[ServerName, Conduct] = {}
 
     def joined(self, server: ServerName, now: Seconds) -> None:
-        """A new server, or a new life of one: nothing is held against it."""
+        """A server came into service, for the first time or again: nothing is held against it."""
         self._conduct[server] = Conduct(self._limits.window, now)
 
-    def removed(self, server: ServerName) -> None:
+    def left(self, server: ServerName, now: Seconds) -> list[ServerName]:
+        """A server went out of service. Those that are reinstated because nobody else is left."""
         self._conduct.pop(server, None)
+        if any(conduct.standing is Standing.TRUSTED for conduct in self._conduct.values()):
+            return []
+        for name in self._conduct:
+            self.joined(name, now)
+        return list(self._conduct)
 
     def allowance(self, server: ServerName) -> int | None:
         """The most tasks it may have outstanding; None: as many as it has credit for."""
@@ -120,7 +126,8 @@ class Outliers:
     def _until(self, conduct: Conduct) -> Seconds:
         if conduct.standing is not Standing.EJECTED:
             return float("inf")
-        return conduct.since + min(self._limits.longest, self._limits.base * 2 ** (conduct.ejections - 1))
+        doubled: Seconds = self._limits.base * 2.0 ** (conduct.ejections - 1)
+        return conduct.since + min(self._limits.longest, doubled)
 
     def _room_for_another(self, candidate: Conduct) -> bool:
         out = sum(c.standing is not Standing.TRUSTED for c in self._conduct.values() if c is not candidate)

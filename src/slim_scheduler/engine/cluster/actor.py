@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import ray
 
 from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.profile import Curve
@@ -37,6 +38,13 @@ class Birth(msgspec.Struct, frozen=True):
     log: bool
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a life runs: Ray's id of the machine, and the process there."""
+
+    node: str
+    process: int
+
+
 class ServerActor:
     """One server of a cluster. `power` estimates a CPU's power where it has no meter of its own."""
 
@@ -60,8 +68,8 @@ class ServerActor:
         """This machine's monotonic clock, for the router to compare with its own."""
         return time.monotonic()
 
-    async def begin(self, birth: Birth, model: SlimmableModel, peers: dict[ServerName, Any]) -> int:
-        """Starts a life, warm and reporting; an earlier one in this process ends first. Returns the process id."""
+    async def begin(self, birth: Birth, model: SlimmableModel, peers: dict[ServerName, Any]) -> Place:
+        """Starts a life, warm and reporting; an earlier one in this process ends first."""
         if self._life is not None:
             life, self._life = self._life, None
             await life.stop()
@@ -83,7 +91,7 @@ class ServerActor:
         lives.append(ServerLife(server, Shelf(last), clock, self._peers, period, birth.log))
         self._life = lives[0]
         self._life.start()
-        return os.getpid()
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def meet(self, name: ServerName, actor: Any) -> None:
         """Another server joined, or came back as another actor."""

@@ -17,7 +17,7 @@ from slim_scheduler.config import ServerConfig
 from slim_scheduler.core.messages import CancelTasks
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
 from slim_scheduler.engine.clock import MonotonicClock
-from slim_scheduler.engine.cluster.actor import Birth
+from slim_scheduler.engine.cluster.actor import Birth, Place
 from slim_scheduler.engine.cluster.clock import OffsetEstimate
 from slim_scheduler.engine.cluster.wire import Ask, Forget, Parcel, Told, cut, decode_told, encode
 
@@ -53,7 +53,7 @@ class RemoteServer:
         self.credit = knobs.credit
         self.incarnation = -1
         self.memory_used: Bytes = 0
-        self.process = 0
+        self.place = Place("", 0)
         self.actor = spawn()
         self._spawn = spawn
         self._model = model
@@ -74,7 +74,7 @@ class RemoteServer:
             self._offset.add(sent, there, there, self._clock.now())
         self.incarnation += 1
         birth = Birth(self.incarnation, self._offset.offset, self._log)
-        self.process = await asyncio.wait_for(self.actor.begin.remote(birth, self._model, dict(peers)), BEGIN_LIMIT)
+        self.place = await asyncio.wait_for(self.actor.begin.remote(birth, self._model, dict(peers)), BEGIN_LIMIT)
 
     async def revive(self, peers: Mapping[ServerName, Any]) -> bool:
         """Begins a new life, however long it takes. True if it is in another actor, which the peers must meet."""

@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One `handle` call of the server's scheduler. `event` is None where only the message for the dispatcher matters."""
+    """One `handle` call of the server's scheduler; `event` is None where only what the dispatcher must hear matters."""
 
     at: Seconds
     event: ServerEvent | None

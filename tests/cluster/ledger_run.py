@@ -1,0 +1,202 @@
+"""A router under steady load whose servers are killed, stopped, or lose their machine: the program of the ledger tests.
+
+    python -m tests.cluster.ledger_run ADDRESS FAULT...
+
+It runs in a process of its own, in the router's network namespace where there is one, and prints one line of JSON when
+it is ready and one with what it saw. A FAULT is `kill`, `stop`, `remove-node`, `lossy:SECONDS` (1 % of the messages
+each lost, doubled and delayed), `healthy:SECONDS`, or `wait`, which serves until it is killed itself.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from slim_scheduler.core.messages import Message, Reply, ServerChanged, StartBatch
+from slim_scheduler.core.types import Outcome
+from slim_scheduler.engine.cluster.engine import ClusterEngine
+from slim_scheduler.engine.cluster.remote_server import RemoteServer
+from slim_scheduler.engine.engine import InferenceResult
+from tests.cluster.lossy import LossySeam
+from tests.engine.live import NETWORK, SHAPE, TOLERANCE, Watch, config_of, expected, images
+
+RATE = 60.0  # items per second, about a quarter of what the three servers carry
+DEADLINE = 6.0
+SETTLED = 2.0  # seconds of undisturbed load before and after a fault
+STOPPED = 1.6  # a stopped server goes on after so long
+RETURN_LIMIT = 90.0  # Ray gives up a lost machine and starts its servers elsewhere
+WINDOW = 1.0  # throughput is taken over so long
+SLOW = {"slowdown": 12.0, "max_batch": 16}  # they wait, so that the cores are not the limit
+
+
+class Load:
+    """Open-loop requests of one item each, and the answer to each."""
+
+    def __init__(self, engine: ClusterEngine, rate: float) -> None:
+        self.images = images(256, seed=5)
+        self.results: list[tuple[int, InferenceResult]] = []
+        self.ended: list[float] = []
+        self.late: list[float] = []
+        self._engine = engine
+        self._rate = rate
+        self._waiting: list[asyncio.Future[InferenceResult]] = []
+        self._task = asyncio.create_task(self._offer())
+
+    async def _offer(self) -> None:
+        begin, i = self._engine.now(), 0
+        while True:
+            at = begin + i / self._rate
+            await asyncio.sleep(max(0.0, at - self._engine.now()))
+            sample = i % len(self.images)
+            future = self._engine.submit(self.images[sample : sample + 1], deadline_s=DEADLINE, arrival=at)
+            future.add_done_callback(lambda done, sample=sample, at=at: self._note(sample, at, done.result()))
+            self._waiting.append(future)
+            i += 1
+
+    def _note(self, sample: int, at: float, result: InferenceResult) -> None:
+        now = self._engine.now()
+        self.results.append((sample, result))
+        self.late.append(now - at - DEADLINE)
+        if result.outcome is Outcome.ANSWERED:
+            self.ended.append(now)
+
+    async def finish(self) -> None:
+        self._task.cancel()
+        await asyncio.wait(self._waiting, timeout=DEADLINE + 2)
+
+    @property
+    def submitted(self) -> int:
+        return len(self._waiting)
+
+    def back_after(self, fault: float) -> float | None:
+        """Seconds after the fault from which on throughput, over a window, is 90 % of the load; None: not yet."""
+        ended = np.array(self.ended)
+        for at in np.arange(fault, self._engine.now() - WINDOW, 0.05):
+            if np.sum((ended >= at) & (ended < at + WINDOW)) >= 0.9 * self._rate * WINDOW:
+                return float(at - fault)
+        return None
+
+    def wrong(self) -> int:
+        """Answers that are not the network's own at the widths that ran."""
+        by_widths: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
+        for sample, result in self.results:
+            if result.logits is not None:
+                by_widths.setdefault(result.items[0].widths, []).append((sample, result.logits[0]))
+        wrong = 0
+        for widths, answers in by_widths.items():
+            truth = expected(self.images[[sample for sample, _ in answers]], widths)
+            given = np.stack([logits for _, logits in answers])
+            wrong += int(np.sum(np.abs(truth - given).max(axis=1) > TOLERANCE))
+        return wrong
+
+
+class Story:
+    """Faults one after the other under load, and what the router noticed of each."""
+
+    def __init__(self, engine: ClusterEngine, watch: Watch, load: Load, seam: LossySeam) -> None:
+        self.faults: list[dict[str, Any]] = []
+        self._engine = engine
+        self._watch = watch
+        self._load = load
+        self._seam = seam
+
+    async def tell(self, fault: str) -> None:
+        kind, _, seconds = fault.partition(":")
+        if kind == "wait":
+            await asyncio.Event().wait()
+        elif kind in ("lossy", "healthy"):
+            self._seam.share = 0.01 if kind == "lossy" else 0.0
+            await asyncio.sleep(float(seconds))
+            self._seam.share = 0.0
+        else:
+            await self._strike(kind)
+            await asyncio.sleep(SETTLED)
+
+    async def _strike(self, kind: str) -> None:
+        """Strikes a server in mid-batch, and waits until it has been taken out of service and, mostly, is back."""
+        victim = self._victim()
+        down = asyncio.ensure_future(self._watch.until(changed(victim.name, up=False)))
+        await self._watch.until(lambda machine, m: machine == victim.name and isinstance(m, StartBatch))
+        at = self._engine.now()
+        FAULTS[kind](victim)
+        noticed = await down
+        self.faults.append({"kind": kind, "at": at, "detected": noticed - at})
+        if kind == "stop":
+            await asyncio.sleep(STOPPED - (self._engine.now() - at))
+            os.kill(victim.place.process, signal.SIGCONT)
+        if kind != "remove-node":  # Ray takes a while to give up a machine
+            await self.all_up()
+
+    async def all_up(self) -> None:
+        async with asyncio.timeout(RETURN_LIMIT):
+            while not all(view.up for view in self._engine.servers.values()):
+                await asyncio.sleep(0.1)
+
+    def _victim(self) -> RemoteServer:
+        """A server that is not on the router's own machine, or any where all are."""
+        here = ray.get_runtime_context().get_node_id()
+        servers = [s for s in self._engine._host.remotes.values() if self._engine.servers[s.name].up]
+        return next((s for s in servers if s.place.node != here), servers[-1])
+
+
+def changed(name: str, up: bool) -> Callable[[str, Message], bool]:
+    return lambda _, m: isinstance(m, ServerChanged) and m.server == name and m.up is up
+
+
+def remove_node(victim: RemoteServer) -> None:
+    """The machine is gone: its Ray daemon and all its processes at once."""
+    daemon = psutil.Process(victim.place.process).parent()
+    assert daemon is not None
+    for process in (daemon, *daemon.children(recursive=True)):
+        process.kill()
+
+
+FAULTS: dict[str, Callable[[RemoteServer], None]] = {
+    "kill": lambda victim: os.kill(victim.place.process, signal.SIGKILL),
+    "stop": lambda victim: os.kill(victim.place.process, signal.SIGSTOP),
+    "remove-node": remove_node,
+}
+
+
+async def run(address: str, faults: list[str]) -> dict[str, Any]:
+    watch, seam = Watch(), LossySeam(np.random.default_rng(11))
+    config = config_of((SLOW, SLOW, SLOW), cluster={"address": address}, dispatch={"no_server_timeout_s": 10.0})
+    engine = ClusterEngine(config, NETWORK, SHAPE, recorder=watch, seam=seam)
+    await engine.start()
+    print(json.dumps({name: server.place.process for name, server in engine._host.remotes.items()}), flush=True)
+    load = Load(engine, RATE)
+    story = Story(engine, watch, load, seam)
+    await asyncio.sleep(SETTLED)
+    for fault in faults:
+        await story.tell(fault)
+    await story.all_up()
+    await load.finish()
+    counts, ledger = engine.counts["items"], engine._host.ledger
+    await engine.stop(grace_s=0)
+    return {
+        "submitted": load.submitted,
+        "answers": len(load.results),
+        "replies": len(watch.seen(Reply)),
+        "outcomes": Counter(result.outcome for _, result in load.results),
+        "unexplained": [result.outcome for _, result in load.results if result.logits is None and not result.reason],
+        "wrong": load.wrong(),
+        "latest": max(load.late),
+        "latency_s": {p: float(np.percentile(load.late, p)) + DEADLINE for p in (50, 95, 99, 100)},
+        "faults": [fault | {"back": load.back_after(fault["at"])} for fault in story.faults],
+        "changes": [(m.server, m.up, m.reason) for m in watch.seen(ServerChanged)],
+        "counts": counts,
+        "held": len(ledger) + len(ledger._trails) + len(ledger._attempts),
+        "seam": dict(seam.done),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2:]))), flush=True)

@@ -1,0 +1,188 @@
+"""Every item has exactly one answer or one clear error, whatever happens to servers, machines, messages and the router.
+
+One run under steady load on three machines tells all of it: servers are killed in mid-batch, stopped and continued,
+lose their machine, and messages get lost, doubled and late. What is promised: docs/guarantees.md, 1 to 4, 7 and 22.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.nodes import LocalNodes, NamespaceNodes, Nodes, namespaces_work
+
+pytest.importorskip("ray")
+
+PROGRAM = [sys.executable, "-m", "tests.cluster.ledger_run"]
+IN_CI = ("lossy:20", "kill", "kill", "stop", "stop", "remove-node", "remove-node")
+MANY = ("lossy:300", *("kill",) * 20, *("stop",) * 20)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Nodes]:
+    nodes = LocalNodes(3)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def told(machines: Nodes) -> dict[str, Any]:
+    return run(machines, *IN_CI)
+
+
+def run(machines: Nodes, *faults: str, limit: float = 300.0) -> dict[str, Any]:
+    command = [*machines.router, *PROGRAM, machines.address, *faults]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(last_json(done.stdout))
+
+
+def last_json(output: str) -> str:
+    return [line for line in output.splitlines() if line.startswith("{")][-1]  # Ray's daemons print there too
+
+
+def check_ledger(told: dict[str, Any]) -> None:
+    assert told["submitted"] > 500
+    assert told["answers"] == told["replies"] == told["submitted"], "one answer each, none twice"
+    counts = told["counts"]
+    assert counts["received"] == told["submitted"] == sum(counts[k] for k in counts if k != "received")
+    assert counts["in_flight"] == 0
+    assert told["wrong"] == 0
+    assert not told["unexplained"], "an error says why"
+    assert told["held"] == 0, "nothing of an ended item is kept"
+    assert told["outcomes"].get("answered", 0) >= 0.9 * told["submitted"]
+
+
+def check_faults(told: dict[str, Any], kind: str) -> None:
+    faults = [fault for fault in told["faults"] if fault["kind"] == kind]
+    assert faults
+    for fault in faults:
+        assert fault["detected"] < 1.0
+        assert fault["back"] is not None
+        assert fault["back"] < 3.0
+
+
+def test_every_item_of_the_whole_run_has_exactly_one_outcome(told):
+    check_ledger(told)
+
+
+def test_lost_doubled_and_late_messages_lose_and_double_nothing(told):
+    assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 10
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "remove-node"])
+def test_lost_server_is_noticed_within_a_second_and_throughput_comes_back(told, kind):
+    check_faults(told, kind)
+
+
+def test_servers_come_back_after_each_fault(told):
+    last = {server: up for server, up, _ in told["changes"]}
+    assert all(last.values())
+
+
+def test_no_answer_comes_later_than_the_deadline_allows(told):
+    assert told["latest"] < 0.5  # 50 ms is promised where the router has a core to itself; here 2 cores carry all
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_killed_router_leaves_no_servers_behind_and_starts_again_without_a_hand(machines, attempt):
+    with serving(machines.router, machines.address) as router:
+        servers = json.loads(router.stdout.readline()).values()
+        assert all(alive(process) for process in servers)
+        router.kill()
+    assert_gone(servers, within=20.0)
+
+
+def test_killed_router_takes_the_cluster_it_started_along():
+    with serving([], "local") as router:
+        servers = json.loads(router.stdout.readline()).values()
+        daemons = {parent(process) for process in servers}
+        router.kill()
+    assert_gone([*servers, *daemons], within=20.0)
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["daemons", "namespaces"])
+def test_many_kills_and_stops_on_either_kind_of_machines(kind):
+    if kind == "namespaces" and not namespaces_work():
+        pytest.skip("network namespaces need root and a kernel with veth")
+    machines: Nodes = LocalNodes(3) if kind == "daemons" else NamespaceNodes(3)
+    try:
+        told = run(machines, *MANY, limit=1800.0)
+        check_ledger(told)
+        for fault in ("kill", "stop"):
+            check_faults(told, fault)
+        for _ in range(10):  # two of the three machines are removed each time
+            told = run(machines, "remove-node", "remove-node")
+            check_ledger(told)
+            check_faults(told, "remove-node")
+            machines.add()
+            machines.add()
+    finally:
+        machines.close()
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(1200)
+def test_ten_healthy_minutes_with_busy_cores_eject_no_server(machines):
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        told = run(machines, "healthy:600", limit=900.0)
+    finally:
+        for process in spinning:
+            process.kill()
+    check_ledger(told)
+    assert told["changes"] == []
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("attempt", range(20))
+def test_router_killed_again_and_again(machines, attempt):
+    test_killed_router_leaves_no_servers_behind_and_starts_again_without_a_hand(machines, attempt)
+
+
+class serving:  # noqa: N801
+    """The program serving until it is killed, in a process group that ends with the test."""
+
+    def __init__(self, prefix: list[str], address: str) -> None:
+        self._command = [*prefix, *PROGRAM, address, "wait"]
+
+    def __enter__(self) -> "subprocess.Popen[str]":
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(20)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def alive(process: int) -> bool:
+    """A process that exists and is not only waiting to be collected by its parent."""
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def parent(process: int) -> int:
+    with open(f"/proc/{process}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
+
+
+def assert_gone(processes: Any, within: float) -> None:
+    deadline = time.monotonic() + within
+    while left := [process for process in processes if alive(process)]:
+        assert time.monotonic() < deadline, f"processes {left} outlived the router"
+        time.sleep(0.1)
