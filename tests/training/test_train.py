@@ -17,7 +17,7 @@ from slim_scheduler.core.router.policy_folder import read_policy
 from slim_scheduler.training.curves import UpdateReport, warnings
 from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Actor, Order
-from slim_scheduler.training.train import train
+from slim_scheduler.training.train import fresh_network, train, with_preset
 from tests.training.clusters import training_cluster
 
 TINY = {
@@ -36,7 +36,7 @@ RUN = """
 import sys
 from pathlib import Path
 from slim_scheduler.config import load_config
-from slim_scheduler.training.train import train
+from slim_scheduler.training.train import fresh_network, train, with_preset
 
 if __name__ == "__main__":
     train(load_config(Path(sys.argv[1])), Path(sys.argv[2]), seed=3, report=lambda r: print(r.update, flush=True))
@@ -128,7 +128,6 @@ def test_a_finished_run_says_what_it_was(tmp_path):
 
 def test_rollouts_follow_from_seed_and_update(tmp_path):
     config = load_config(config_file(tmp_path / "cluster"))
-    from slim_scheduler.training.train import fresh_network
 
     order = Order(fresh_network(config, 0).arrays(), update=2, decided=400, decisions=100)
     first, again = Actor(config, 5, 1).collect(order), Actor(config, 5, 1).collect(order)
@@ -141,7 +140,6 @@ def test_rollouts_follow_from_seed_and_update(tmp_path):
 
 def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):
     config = load_config(config_file(tmp_path / "cluster", servers=[2, 5], slowdown=4.0))
-    from slim_scheduler.training.train import fresh_network
 
     parameters = fresh_network(config, 0).arrays()
     actor = Actor(config, 0, 0)
@@ -169,3 +167,17 @@ def test_the_failures_that_the_paper_names_are_noticed():
     assert "slimmest width" in warnings(report(width_share=(0.99, 0.01)))[0]
     assert "raise reward.delta" in warnings(report(server_share=(0.96, 0.04), variance=0.2))[0]
     assert "memory budget" in warnings(report(memory=0.99))[0]
+
+
+def test_a_preset_changes_rewards_and_training_and_nothing_else(tmp_path):
+    config = load_config(config_file(tmp_path))
+    (tmp_path / "thrifty.toml").write_text("[reward]\nalpha = 0.25\n[training]\ndecisions = 7\n")
+    changed = with_preset(config, tmp_path, "thrifty")
+    assert (changed.reward.alpha, changed.reward.beta) == (0.25, config.reward.beta)
+    assert (changed.training.decisions, changed.training.hidden) == (7, 16)
+    assert changed.servers == config.servers
+    with pytest.raises(ConfigError, match="does not exist; files beside the configuration: cluster, thrifty"):
+        with_preset(config, tmp_path, "lavish")
+    (tmp_path / "other.toml").write_text("[workload]\nrate = 1.0\n")
+    with pytest.raises(ConfigError, match=r"may hold \[reward\] and \[training\]; it has workload"):
+        with_preset(config, tmp_path, "other")

@@ -36,7 +36,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
 
     `info` holds `masks` (what may be chosen, one array per part of the action), `decision` (the number of the decision
     just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. An action that
-    is masked is replaced by the dispatcher's fallback, as it would be live. The observation is the encoder's: the shared
+    is masked is replaced by the fallback, as it would be live. The observation is the encoder's: the shared
     figures, then each server's.
     """
 

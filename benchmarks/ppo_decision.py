@@ -1,0 +1,62 @@
+"""A decision of the learned router against a bare NumPy forward of the same network, on the demo's three servers.
+
+Both are timed in turn on the same views of one simulated run, so that a busy machine slows both alike. "Theirs" is the
+bare forward.
+"""
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slim_scheduler.config import load_config
+from slim_scheduler.core.messages import Message
+from slim_scheduler.core.router.learned import load_router
+from slim_scheduler.core.router.networks import build_network
+from slim_scheduler.core.router.observation import build_encoder
+from slim_scheduler.core.router.policy_folder import read_policy
+from slim_scheduler.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.sim.host import Simulation
+
+CONFIG, POLICY = Path("examples/demo/cluster.toml"), Path("examples/demo/policies/balanced")
+RATE = 900.0
+DECISIONS = 5_000
+
+
+class _Nobody:
+    def step(self, machine: str, now: float, event: Message, commands: list[Any]) -> None: ...
+
+
+def run() -> dict[str, Any]:
+    config = load_config(CONFIG, (f"workload.rate={RATE}",))
+    shape = load_shape(config)
+    facts = router_facts(config, shape, load_profiles(config, shape))
+    manifest, parameters = read_policy(POLICY)
+    router = load_router(POLICY, facts)
+    network = build_network(manifest.kind, parameters)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time)
+    rng = np.random.default_rng(0)
+    simulation = Simulation(config, "ppo", 0, recorder=_Nobody(), router=router)
+    decisions, forwards = [], []
+    while len(decisions) < DECISIONS and (view := simulation.run_until_decision()) is not None:
+        observation = encoder.encode(view)
+        began = time.perf_counter()
+        network.forward(observation)
+        between = time.perf_counter()
+        router.decide(view, rng)
+        ended = time.perf_counter()
+        forwards.append(between - began)
+        decisions.append(ended - between)
+        simulation.decide()
+    ours, theirs = (float(np.median(times)) * 1e6 for times in (decisions, forwards))
+    return {
+        "ppo_decision": {
+            "ratio": ours / theirs,
+            "ours": round(ours, 1),
+            "theirs": round(theirs, 1),
+            "unit": "us per decision (median)",
+            "versions": {"slim-scheduler": version("slim-scheduler"), "numpy": version("numpy")},
+        }
+    }
