@@ -6,6 +6,7 @@ error that names the nearest valid one.
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -242,6 +243,14 @@ def config_from(tree: dict[str, Any]) -> Config:
         raise ConfigError(f"configuration: {error}") from None
     _check(config)
     return config
+
+
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with `key.path=value` overrides applied to it."""
+    tree = msgspec.json.decode(msgspec.json.encode(config))
+    for override in overrides:
+        _override(tree, override)
+    return config_from(tree)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

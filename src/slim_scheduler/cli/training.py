@@ -35,11 +35,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Trains a router for the configured cluster, in simulation; resumes what is in --out."""
+    from slim_scheduler.config import with_overrides
     from slim_scheduler.training.train import with_preset
 
-    settings = read_config(config, overrides)
+    settings = read_config(config, None)
     if preset is not None:
         settings = with_preset(settings, config.parent, preset)
+    settings = with_overrides(settings, overrides or ())  # a flag has the last word
     warned: set[str] = set()
     with progress("training") as show:
         from slim_scheduler.training.curves import warnings
