@@ -25,10 +25,10 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 BATCH = 32
 THREADS = 1
-OUTSTANDING = 6 * BATCH
+OUTSTANDING = 4 * BATCH
 ROUNDS = 5
-BATCHES_PER_ROUND = {1.0: 6, 0.25: 48}  # about as long for either width
-WARM_BATCHES = 3
+BATCHES_PER_ROUND = {1.0: 4, 0.25: 40}  # about as long for either width
+WARM_BATCHES = 2
 TARGETS = {1.0: 0.92, 0.25: 0.70}
 
 

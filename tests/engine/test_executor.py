@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -89,6 +90,21 @@ async def test_an_error_becomes_part_of_the_job_and_the_thread_goes_on():
         right = await desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape)))
         assert right.error is None
         assert right.output.shape == (1, *NETWORK.activation_shape(0, 1.0))
+
+
+async def test_a_device_that_refuses_its_threads_fails_the_jobs_instead_of_hanging():
+    class Refuses(CpuDevice):
+        @contextmanager
+        def thread(self):
+            raise RuntimeError("no such device any more")
+            yield
+
+    desk = Desk()
+    desk.executor.device = Refuses(NETWORK, SHAPE, 1, AMPLE)
+    async with desk:
+        loaded = await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        ran = await desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape)))
+    assert {str(job.error) for job in (loaded, ran)} == {"no such device any more"}
 
 
 async def test_a_batch_nobody_waits_for_costs_nothing():

@@ -40,10 +40,11 @@ def live_server(
     profiles: dict[ServerName, Profile] | None,
     finished: Callable[[ServerName, Job], None],
     device: Device | None = None,
+    incarnation: int = 0,
 ) -> LiveServer:
     """One configured server, not yet started. `device`, where given, is used instead of the one configured."""
     server = next(server for server in config.servers if server.name == name)
-    scheduler = build_server(config, name, shape)
+    scheduler = build_server(config, name, shape, incarnation)
     device = device or open_device(
         server.device,
         model,

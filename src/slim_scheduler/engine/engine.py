@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.errors import InputError, SlimError
 from slim_scheduler.core.messages import Reply, RequestArrived, RequestCancelled
 from slim_scheduler.core.profile import Profile
@@ -81,7 +82,7 @@ class SlimEngine:
         recorder: StepRecorder | None = None,
         devices: dict[ServerName, Device] | None = None,
     ) -> None:
-        self.config = live_config(config)
+        self.config = self._live_config(config)
         self.shape = shape
         self.seed = seed
         self.profiles = profiles
@@ -92,11 +93,7 @@ class SlimEngine:
         dispatcher = build_dispatcher(
             self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
         )
-        servers = {
-            name: live_server(self.config, name, model, shape, profiles, self._finished, (devices or {}).get(name))
-            for name in (server.name for server in config.servers)
-        }
-        self._host = Host(dispatcher, timed, servers, recorder or NoRecorder(), MonotonicClock(), self._answer)
+        self._host = self._build_host(model, dispatcher, timed, recorder or NoRecorder(), devices or {})
         self._waiting: dict[RequestId, Waiting] = {}
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
@@ -117,6 +114,10 @@ class SlimEngine:
             config = load_config(Path(config))
         shape = load_shape(config)
         manifest = checkpoint.load_manifest(config.model.path)
+        if config.cluster.address and cls is SlimEngine:
+            from slim_scheduler.engine.cluster.engine import ClusterEngine  # Ray is an extra
+
+            cls = ClusterEngine
         return cls(
             config,
             checkpoint.load(config.model.path),
@@ -282,6 +283,27 @@ class SlimEngine:
         return self._host.router.decision_us()
 
     # ---- inside
+
+    @staticmethod
+    def _live_config(config: Config) -> Config:
+        return live_config(config)
+
+    def _build_host(
+        self,
+        model: SlimmableModel,
+        dispatcher: Dispatcher,
+        router: TimedRouter,
+        recorder: StepRecorder,
+        devices: dict[ServerName, Device],
+    ) -> Host:
+        """The servers in this process, around the dispatcher. A cluster's are elsewhere (`engine/cluster`)."""
+        servers = {
+            server.name: live_server(
+                self.config, server.name, model, self.shape, self.profiles, self._finished, devices.get(server.name)
+            )
+            for server in self.config.servers
+        }
+        return Host(dispatcher, router, servers, recorder, MonotonicClock(), self._answer)
 
     def _finished(self, name: ServerName, job: Job) -> None:
         self._host.finished(name, job)

@@ -109,14 +109,23 @@ class Executor:
         self.device.close()
 
     def _serve(self, queue: "SimpleQueue[Job | None]") -> None:
-        with self.device.thread():
-            while (job := queue.get()) is not None:
-                if not self._stopping.is_set():
+        try:
+            with self.device.thread():
+                self._jobs(queue, None)
+        except Exception as error:  # the device refuses this thread: its jobs fail, and the scheduler hears of it
+            self._jobs(queue, error.with_traceback(None))
+
+    def _jobs(self, queue: "SimpleQueue[Job | None]", refusal: Exception | None) -> None:
+        while (job := queue.get()) is not None:
+            if not self._stopping.is_set():
+                if refusal is None:
                     self._do(job)
-                    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                        assert self._loop is not None
-                        self._loop.call_soon_threadsafe(self._finished, self.name, job)
-                del job  # an idle thread must not keep a batch's tensors alive
+                else:
+                    job.error = refusal
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                    assert self._loop is not None
+                    self._loop.call_soon_threadsafe(self._finished, self.name, job)
+            del job  # an idle thread must not keep a batch's tensors alive
 
     def _do(self, job: Job) -> None:
         try:
