@@ -126,16 +126,16 @@ async def _run(
     start = time.perf_counter()
     try:
         if rate is not None:
-            await _open_loop(sender.send, rate, warmup + duration, rng, tally)
+            await open_loop(sender.send, rate, warmup + duration, rng, tally)
         else:
             assert concurrency is not None
-            await _closed_loop(sender.send, concurrency, warmup + duration, tally)
+            await closed_loop(sender.send, concurrency, warmup + duration, tally)
     finally:
         await sender.close()
-    return _result(url, rate, concurrency, items, duration, start + warmup, constraints.deadline_ms, tally)
+    return result_of(url, rate, concurrency, items, duration, start + warmup, constraints.deadline_ms, tally)
 
 
-async def _open_loop(send: Send, rate: float, duration: float, rng: np.random.Generator, tally: Tally) -> None:
+async def open_loop(send: Send, rate: float, duration: float, rng: np.random.Generator, tally: Tally) -> None:
     """Poisson arrivals, each sent at its time whatever became of the others."""
     count = max(1, int(rng.poisson(rate * duration)))
     times = np.sort(rng.uniform(0.0, duration, count))
@@ -158,7 +158,7 @@ async def _open_loop(send: Send, rate: float, duration: float, rng: np.random.Ge
         await asyncio.wait(running)
 
 
-async def _closed_loop(send: Send, concurrency: int, duration: float, tally: Tally) -> None:
+async def closed_loop(send: Send, concurrency: int, duration: float, tally: Tally) -> None:
     """Each of `concurrency` callers sends again as soon as it is answered."""
     end = time.perf_counter() + duration
 
@@ -235,7 +235,7 @@ def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Ge
     return [rng.standard_normal(shape, dtype=np.float32) for _ in range(count)]
 
 
-def _result(
+def result_of(
     url: str,
     rate: float | None,
     concurrency: int | None,
@@ -245,6 +245,7 @@ def _result(
     deadline_ms: float | None,
     tally: Tally,
 ) -> LoadResult:
+    """What a tally says of the requests meant for `since` or later."""
     counted = [row for row in tally.ended if row[0] >= since]
     answered = [latency for _, latency, status in counted if status in (200, "OK")]
     refused = [latency for _, latency, status in counted if status in (503, "UNAVAILABLE")]

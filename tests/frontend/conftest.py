@@ -40,7 +40,9 @@ name = "{router}"
 STARTED = re.compile(
     r"serving (\S+) on (https?)://(\S+?):(\d+)(?:, gRPC on \S+?:(\d+))?(?:, management on \S+?:(\d+))?$"
 )
-PROGRAM = "from slim_scheduler.frontend.commands import register; import typer; app = typer.Typer(); register(app); app()"
+PROGRAM = (
+    "from slim_scheduler.frontend.commands import register; import typer; app = typer.Typer(); register(app); app()"
+)
 
 
 class Running(msgspec.Struct):
@@ -62,7 +64,9 @@ class Running(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str, config: dict[str, object] | None = None, **environment: str) -> Iterator[Running]:
+def serving(
+    folder: Path, *options: str, config: dict[str, object] | None = None, **environment: str
+) -> Iterator[Running]:
     """`slim serve` with free ports; stopped when left."""
     values = {"model": ROOT / "models/digits", "router": "jsq:0.5", "waiting": 2000, "slowdown": 1.0}
     file = folder / "cluster.toml"

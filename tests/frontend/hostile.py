@@ -142,9 +142,10 @@ def parse(request: Malformed) -> InferenceCall | None:
         length = None if request.length is None or not request.length.isdigit() else int(request.length[:18])
         return decode_infer(body, length, CARD, LIMITS)
     except Refusal as refusal:
-        assert 400 <= refusal.kind < 500, refusal.message
-        assert refusal.message.isprintable(), repr(refusal.message)
-        return None
+        refused = refusal
+    assert 400 <= refused.kind < 500, refused.message
+    assert refused.message.isprintable(), repr(refused.message)
+    return None
 
 
 def fuzz_one(data: bytes) -> None:

@@ -192,7 +192,7 @@ def test_our_client_knows_what_an_answer_cost(server, images, expected):
         assert prediction.widths == "0.5,0.5,0.5,0.5"
         assert np.array_equal(prediction.classes, expected.argmax(axis=1))
         assert prediction.compute_ms > 0
-        with pytest.raises(RefusedError, match="width 0.6 is not served") as caught:
+        with pytest.raises(RefusedError, match=r"width 0\.6 is not served") as caught:
             client.infer(images, Constraints(width=0.6))
         assert caught.value.status == 400
         with pytest.raises(RefusedError) as caught:

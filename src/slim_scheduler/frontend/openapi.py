@@ -8,6 +8,7 @@ from typing import Any
 
 from slim_scheduler.frontend.asked import LOWEST_PRIORITY
 from slim_scheduler.frontend.card import INPUT, OUTPUT, PLATFORM, VERSION, ModelCard
+from slim_scheduler.frontend.decode import LONGEST_ID
 from slim_scheduler.frontend.repository import Served
 
 INFER_TEXT = """Runs the model on one or more images.
@@ -17,10 +18,14 @@ send `Inference-Header-Content-Length` with the length of the JSON. Length 0 mea
 Outputs come back so with `binary_data`, or `binary_data_output` for all. Bodies may be compressed with gzip or deflate.
 
 More request parameters: `deadline_ms` (above 0; what is not done by then is refused with 503), `timeout` (the same in
-microseconds), `widths` (one per segment, comma-separated, instead of `width`)."""
+microseconds), `accuracy_floor` (0 to 1; one that no widths reach is refused with 400), `widths` (one per segment,
+comma-separated, instead of `width`)."""
 
 Schema = dict[str, Any]
-SCALAR: Schema = {"type": ["string", "number", "boolean"]}  # parameters that nobody here knows are ignored
+# Parameters that nobody here knows are ignored, if they are of a kind that the protocol has.
+PARAMETER: Schema = {"type": ["string", "number", "boolean", "null", "array"], "items": {"type": "number"}}
+FP32_MAX = 3.4e38
+MOST_LABELS = 2**31
 
 
 def document(served: list[Served], version: str) -> Schema:
@@ -37,8 +42,7 @@ def document(served: list[Served], version: str) -> Schema:
     schemas = dict(SCHEMAS)
     for one in served:
         card = one.card
-        floor = _safe_floor(one)
-        schemas[f"Infer_{card.name}"] = _infer_schema(card, floor)
+        schemas[f"Infer_{card.name}"] = _infer_schema(card)
         for prefix, parameters in _prefixes(card):
             paths[prefix] = _with(parameters, get=_get("Model metadata", "ModelMetadata", unknown=True))
             paths[prefix + "/ready"] = _with(parameters, get=_get("Whether the model is servable", "Ready", True, True))
@@ -92,8 +96,10 @@ def _index() -> Schema:
 
 
 def _infer(card: ModelCard) -> Schema:
+    answer = _json("The answer; JSON with bytes after it where binary outputs were asked for", "InferResponse")
+    answer["content"]["application/octet-stream"] = {"schema": {}}
     responses = {
-        "200": _json("The answer", "InferResponse"),
+        "200": answer,
         **ERRORS,
         "404": _json("No such model or version", "Error"),
         "413": _json("Over a size limit", "Error"),
@@ -103,7 +109,7 @@ def _infer(card: ModelCard) -> Schema:
     return {"summary": "Inference", "description": INFER_TEXT, "requestBody": body, "responses": responses}
 
 
-def _infer_schema(card: ModelCard, floor: float | None) -> Schema:
+def _infer_schema(card: ModelCard) -> Schema:
     def tensor(datatype: str, number: Schema) -> Schema:
         elements = card.item_elements
         shape = [1, *card.item_shape]
@@ -118,51 +124,38 @@ def _infer_schema(card: ModelCard, floor: float | None) -> Schema:
             },
         }
 
-    number = {"type": "number", "minimum": -1000, "maximum": 1000}
     parameters: Schema = {
-        "binary_data_output": {"const": False},
-        "width": {"enum": list(card.widths)},
-        "priority": {"type": "integer", "minimum": 0, "maximum": LOWEST_PRIORITY},
+        "binary_data_output": {"type": "boolean"},
+        "width": {"enum": [*card.widths, None]},
+        "priority": {"type": ["integer", "null"], "minimum": 0, "maximum": LOWEST_PRIORITY},
         "unmet": {"enum": ["refuse", "answer"]},
     }
-    if floor is not None:
-        parameters["accuracy_floor"] = {"type": "number", "minimum": 0, "maximum": floor}
+    wished: Schema = {
+        "binary_data": {"type": "boolean"},
+        "classification": {"type": "integer", "minimum": 0, "maximum": MOST_LABELS},
+    }
     output = {
         "type": "object",
         "required": ["name"],
         "properties": {
             "name": {"const": OUTPUT},
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "binary_data": {"const": False},
-                    "classification": {"type": "integer", "minimum": 0, "maximum": card.classes},
-                },
-            },
+            "parameters": {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": wished},
         },
     }
-    one_of = [
-        tensor("FP32", number),
+    tensors = [
+        tensor("FP32", {"type": "number", "minimum": -FP32_MAX, "maximum": FP32_MAX}),
         tensor("UINT8", {"type": "integer", "minimum": 0, "maximum": 255}),
     ]
     return {
         "type": "object",
         "required": ["inputs"],
         "properties": {
-            "id": {"type": "string", "maxLength": 64, "pattern": "^[ -~]*$"},
-            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": one_of}},
-            "outputs": {"type": "array", "maxItems": 4, "items": output},
-            "parameters": {"type": "object", "additionalProperties": SCALAR, "properties": parameters},
+            "id": {"type": ["string", "null"], "maxLength": LONGEST_ID},
+            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": tensors}},
+            "outputs": {"type": ["array", "null"], "maxItems": 16, "items": output},
+            "parameters": {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": parameters},
         },
     }
-
-
-def _safe_floor(served: Served) -> float | None:
-    """The highest floor that every request can meet, also one that fixes its width."""
-    table = served.accuracy
-    if table is None:
-        return None
-    return min(table.top1((width,) * served.card.segments) for width in served.card.widths)
 
 
 def _error(text: str) -> Schema:

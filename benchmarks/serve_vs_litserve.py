@@ -1,0 +1,249 @@
+"""Serving against LitServe: the same network, kernels, threads and load generator, in one run.
+
+Both servers run all the time and take turns under load, so that what else the machine does falls on both. Closed loop
+with 32 connections gives requests per second (medians over the rounds); open loop at 80 % of LitServe's peak gives
+the p99. The smallest network shows overhead, the CIFAR-100 network at width 1 shows compute. Last, our server at
+twice its peak.
+"""
+
+import asyncio
+import base64
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+
+from slim_scheduler.client import Constraints, infer_body
+from slim_scheduler.client_wire import request_head
+from slim_scheduler.load import HttpSender, LoadResult, Tally, closed_loop, open_loop, payloads, result_of
+from slim_scheduler.model import checkpoint
+from slim_scheduler.model.presets import preset_named
+from slim_scheduler.model.slim_resnet import SlimResNet
+
+CONNECTIONS = 32
+MAX_BATCH = 32
+ROUNDS = 5
+SECONDS = 4.0
+WARMUP_S = 1.0
+OPEN_SECONDS = 6.0
+SHARE_OF_PEAK = 0.8
+OVERLOAD = 2.0
+TARGETS = {"smallest": 5.0, "cifar100": 0.97}
+SERVE = "from slim_scheduler.frontend.commands import register; import typer; a = typer.Typer(); register(a); a()"
+CONFIG = """
+[model]
+path = "{model}"
+[[servers]]
+name = "a"
+device = "cpu"
+max_batch = {batch}
+threads = 1
+[dispatch]
+max_waiting_items = {waiting}
+[router]
+name = "jsq:{width}"
+"""
+
+
+def run() -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        results |= _compare("smallest", Path("models/digits"), 0.25, Path(folder))
+        results |= _compare("cifar100", _cifar100(Path(folder)), 1.0, Path(folder))
+    return results
+
+
+def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, dict[str, Any]]:
+    shape = checkpoint.load_manifest(model).shape
+    images = payloads(list(shape.item_shape), 1, "FP32", np.random.default_rng(0))
+    rows: dict[str, dict[str, Any]] = {}
+    with _ours(model, width, folder, 100_000) as ours, _litserve(model, width) as theirs:
+        our_requests, their_requests = _our_requests(ours, shape.name, images), _their_requests(theirs, images)
+        pairs = []
+        for _ in range(ROUNDS):
+            pairs.append((_closed(ours, our_requests), _closed(theirs, their_requests)))
+            a, b = pairs[-1]
+            _say(f"{name}: {a.throughput_items_s:.0f} against {b.throughput_items_s:.0f} requests/s")
+        our_peak = statistics.median(a.throughput_items_s for a, _ in pairs)
+        their_peak = statistics.median(b.throughput_items_s for _, b in pairs)
+        ratios = [a.throughput_items_s / b.throughput_items_s for a, b in pairs]
+        rows[f"serve_requests_{name}"] = _row(
+            statistics.median(ratios), our_peak, their_peak, "requests/s, closed loop, 32 connections", TARGETS[name]
+        ) | {"rounds": [round(ratio, 3) for ratio in ratios]}
+        rate = SHARE_OF_PEAK * their_peak
+        tails = [(_open(ours, our_requests, rate), _open(theirs, their_requests, rate)) for _ in range(3)]
+        our_p99 = statistics.median(a.latency_s["p99"] for a, _ in tails) * 1e3
+        their_p99 = statistics.median(b.latency_s["p99"] for _, b in tails) * 1e3
+        rows[f"serve_p99_{name}"] = _row(
+            their_p99 / our_p99, our_p99, their_p99, f"ms at {rate:.0f}/s, open loop (above 1: ours is lower)",
+            1.0,
+        ) | {"generator_lag_p99_ms": [round(a.generator_lag_s["p99"] * 1e3, 2) for a, _ in tails]}  # fmt: skip
+    rows |= _overload(name, model, width, folder, images, our_peak)
+    return rows
+
+
+def _overload(
+    name: str, model: Path, width: float, folder: Path, images: list[Any], peak: float
+) -> dict[str, dict[str, Any]]:
+    """Goodput at twice the peak, under a deadline that the peak keeps; how long a refusal takes."""
+    deadline_ms = max(100.0, 8e3 * CONNECTIONS / peak)
+    shape = checkpoint.load_manifest(model).shape
+    waiting = max(MAX_BATCH, int(peak * deadline_ms / 1e3 / 2))
+    with _ours(model, width, folder, waiting) as port:
+        requests = _our_requests(port, shape.name, images, Constraints(deadline_ms=deadline_ms))
+        at_peak = _closed(port, requests, deadline_ms)
+        beyond = _open(port, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
+    good = beyond.goodput_items_s / at_peak.goodput_items_s
+    unit = f"items/s answered within {deadline_ms:.0f} ms, at twice the peak against at the peak"
+    row = _row(good, beyond.goodput_items_s, at_peak.goodput_items_s, unit, 0.8)
+    refusal = beyond.refusal_s
+    row["refused"] = beyond.refused
+    row["refusal_ms"] = {key: round(refusal[key] * 1e3, 2) for key in ("p50", "p99") if key in refusal}
+    row["generator_lag_p99_ms"] = round(beyond.generator_lag_s["p99"] * 1e3, 2)
+    return {f"serve_overload_goodput_{name}": row}
+
+
+# ---- load
+
+
+def _closed(port: int, requests: list[bytes], deadline_ms: float | None = None) -> LoadResult:
+    return _load(port, requests, None, SECONDS, deadline_ms)
+
+
+def _open(port: int, requests: list[bytes], rate: float, deadline_ms: float | None = None) -> LoadResult:
+    return _load(port, requests, rate, OPEN_SECONDS, deadline_ms)
+
+
+def _load(
+    port: int, requests: list[bytes], rate: float | None, seconds: float, deadline_ms: float | None
+) -> LoadResult:
+    async def main() -> LoadResult:
+        sender = HttpSender("127.0.0.1", port, requests, CONNECTIONS if rate is None else 512)
+        tally = Tally()
+        start = time.perf_counter()
+        if rate is None:
+            await closed_loop(sender.send, CONNECTIONS, WARMUP_S + seconds, tally)
+        else:
+            await open_loop(sender.send, rate, WARMUP_S + seconds, np.random.default_rng(1), tally)
+        await sender.close()
+        callers = CONNECTIONS if rate is None else None
+        result = result_of(f"port {port}", rate, callers, 1, seconds, start + WARMUP_S, deadline_ms, tally)
+        assert result.errors == 0, result.statuses
+        return result
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _our_requests(port: int, model: str, images: list[Any], constraints: Constraints = Constraints()) -> list[bytes]:  # noqa: B008
+    requests = []
+    for image in images:
+        body, length = infer_body(image, constraints)
+        fields = {"inference-header-content-length": str(length)}
+        requests.append(
+            request_head("POST", f"/v2/models/{model}/infer", f"127.0.0.1:{port}", len(body), fields) + body
+        )
+    return requests
+
+
+def _their_requests(port: int, images: list[Any]) -> list[bytes]:
+    requests = []
+    for image in images:
+        body = json.dumps({"image": base64.b64encode(image.tobytes()).decode()}).encode()
+        fields = {"content-type": "application/json"}
+        requests.append(request_head("POST", "/predict", f"127.0.0.1:{port}", len(body), fields) + body)
+    return requests
+
+
+# ---- servers
+
+
+@contextlib.contextmanager
+def _ours(model: Path, width: float, folder: Path, waiting: int) -> Iterator[int]:
+    file = folder / "cluster.toml"
+    file.write_text(CONFIG.format(model=model, width=width, batch=MAX_BATCH, waiting=waiting))
+    command = [sys.executable, "-c", SERVE, "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
+    with _process(command, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        found = re.search(r":(\d+)", line)
+        assert found, line
+        yield int(found[1])
+
+
+@contextlib.contextmanager
+def _litserve(model: Path, width: float) -> Iterator[int]:
+    port = 18300
+    command = [sys.executable, "-m", "benchmarks._litserve_server", str(model), str(port), str(width), str(MAX_BATCH)]
+    with _process(command, stdout=subprocess.DEVNULL):
+        until = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            assert time.monotonic() < until, "LitServe did not start"
+            time.sleep(0.2)
+        yield port
+
+
+@contextlib.contextmanager
+def _process(command: list[str], **options: Any) -> Iterator[Any]:
+    """A server with its children, all ended when left: LitServe's workers outlive their parent."""
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _cifar100(folder: Path) -> Path:
+    """The paper's network with random weights, which cost what trained ones do."""
+    torch.manual_seed(0)
+    checkpoint.save(SlimResNet(preset_named("cifar100").architecture, "cifar100"), folder / "cifar100")
+    return folder / "cifar100"
+
+
+def _row(ratio: float, ours: float, theirs: float, unit: str, target: float) -> dict[str, Any]:
+    return {
+        "ratio": round(ratio, 3),
+        "ours": round(ours, 2),
+        "theirs": round(theirs, 2),
+        "unit": unit,
+        "target": target,
+        "versions": {
+            "litserve": importlib.metadata.version("litserve"),
+            "uvicorn": importlib.metadata.version("uvicorn"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{torch.get_num_threads()} threads of {platform.processor() or platform.machine()}",
+        },
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(), indent=1))
