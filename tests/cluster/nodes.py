@@ -5,10 +5,12 @@ Both give an address for the router and the command that runs a program where th
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Protocol
 
@@ -56,12 +58,17 @@ class NamespaceNodes:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.shaped: list[str] = []
         self.address = "10.77.0.1:6379"
-        self.router = ["ip", "netns", "exec", "slim-0"]
+        self._token = ["env", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={uuid.uuid4().hex}"]
+        self.router = [*self._token, "ip", "netns", "exec", "slim-0"]
         ip("netns", "add", SWITCH)
         ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "bridge", "up")
-        for _ in range(machines):
-            self.add()
+        try:
+            for _ in range(machines):
+                self.add()
+        except BaseException:
+            self.close()
+            raise
 
     def add(self) -> None:
         i = len(self._daemons)
@@ -79,18 +86,20 @@ class NamespaceNodes:
         ray = [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"]
         ray += [f"--num-cpus={NODE['num_cpus']}", f"--object-store-memory={NODE['object_store_memory']}"]
         with open(f"{self._folder}/{name}.log", "wb") as log:
-            command = ["ip", "netns", "exec", name, *ray, *role]
+            command = [*self._token, "ip", "netns", "exec", name, *ray, *role]
             daemon = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self._daemons.append(daemon)
         self._await_start(daemon, Path(self._folder) / f"{name}.log")
 
     def close(self) -> None:
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-        for daemon in self._daemons:
+        for i, daemon in enumerate(self._daemons):
+            inside = subprocess.run(["ip", "netns", "pids", f"slim-{i}"], capture_output=True, text=True, check=False)
+            for process in inside.stdout.split():
+                os.kill(int(process), signal.SIGKILL)
+            daemon.kill()
             daemon.wait(20)
-        for name in [*(f"slim-{i}" for i in range(len(self._daemons))), SWITCH]:
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            subprocess.run(["ip", "netns", "del", f"slim-{i}"], check=False)
+        subprocess.run(["ip", "netns", "del", SWITCH], check=False)
         shutil.rmtree(self._folder)
 
     def _shape(self, name: str, device: str) -> None:

@@ -7,6 +7,7 @@ life with the next incarnation, so nothing of an earlier one can be mistaken for
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,19 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from slim_scheduler.config import Config, ServerConfig
-from slim_scheduler.core.profile import Curve
+from slim_scheduler.config import Config
+from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, TaskId
+from slim_scheduler.engine.assembly import live_server
 from slim_scheduler.engine.cluster.clock import SharedClock
 from slim_scheduler.engine.cluster.life import ServerLife
 from slim_scheduler.engine.cluster.shelf import Shelf
 from slim_scheduler.engine.cluster.wire import decode_ask, decode_cancel, decode_parcel, encode, join
-from slim_scheduler.engine.device import Device, open_device
-from slim_scheduler.engine.executor import Executor, Job
+from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.live_server import LiveServer
-from slim_scheduler.engine.probe import open_probe
-from slim_scheduler.machines import build_server
 from slim_scheduler.model.protocol import SlimmableModel
 
 
@@ -46,21 +45,15 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class ServerActor:
-    """One server of a cluster. `power` estimates a CPU's power where it has no meter of its own."""
+    """The server `name` of a configuration."""
 
     def __init__(
-        self,
-        config: Config,
-        server: ServerConfig,
-        shape: ModelShape,
-        power: Curve | None,
-        alone: bool,
+        self, config: Config, name: ServerName, shape: ModelShape, profiles: dict[ServerName, Profile] | None
     ) -> None:
-        self._config = config
-        self._knobs = server
+        self._config = on_own_gpus(config)
+        self._name = name
         self._shape = shape
-        self._power = power
-        self._alone = alone
+        self._profiles = profiles
         self._life: ServerLife | None = None
         self._peers: dict[ServerName, Any] = {}
 
@@ -74,21 +67,15 @@ class ServerActor:
             life, self._life = self._life, None
             await life.stop()
         self._peers.update(peers)
-        knobs = self._knobs
-        device = await asyncio.to_thread(self._open_device, model)
         lives: list[ServerLife] = []
 
-        def finished(name: ServerName, job: Job) -> None:
-            lives[0].finished(name, job)
+        def finished(_: ServerName, job: Job) -> None:
+            lives[0].finished(job)
 
-        executor = Executor(knobs.name, device, knobs.concurrency, knobs.slowdown, finished)
-        scheduler = build_server(self._config, knobs.name, self._shape, birth.incarnation)
-        last = self._shape.segments - 1
-        probe = open_probe(device.name, self._power, self._alone)
-        server = LiveServer(scheduler, executor, probe, knobs.credit, last)
+        server = await asyncio.to_thread(self._warm_server, model, finished, birth.incarnation)
+        shelf = Shelf(self._shape.segments - 1)
         clock = SharedClock(birth.offset)
-        period = self._config.telemetry.period_s
-        lives.append(ServerLife(server, Shelf(last), clock, self._peers, period, birth.log))
+        lives.append(ServerLife(server, shelf, clock, self._peers, self._config.telemetry.period_s, birth.log))
         self._life = lives[0]
         self._life.start()
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
@@ -116,23 +103,24 @@ class ServerActor:
     async def fetch(self, tasks: list[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32] | None]:
         return ((), None) if self._life is None else await self._life.fetch(tasks)
 
-    def _open_device(self, model: SlimmableModel) -> Device:
-        """Opens the device and runs every segment once, so that the first batch does not wait for it."""
-        knobs = self._knobs
-        device = open_device(
-            local_device(knobs.device),
-            model,
-            self._shape,
-            threads=knobs.threads,
-            max_batch=knobs.max_batch,
-            memory_limit=int(knobs.vram_budget_gib * 2**30),
+    def _warm_server(
+        self, model: SlimmableModel, finished: Callable[[ServerName, Job], None], incarnation: int
+    ) -> LiveServer:
+        """A server that has run every segment once, so that its first batch does not wait for it."""
+        server = live_server(
+            self._config, self._name, model, self._shape, self._profiles, finished, incarnation=incarnation
         )
+        device = server.executor.device
         with device.thread():
             for segment in range(self._shape.segments):
                 device.unload(device.load(segment, self._shape.widths[0]))
-        return device
+        return server
 
 
-def local_device(device: str) -> str:
+def on_own_gpus(config: Config) -> Config:
     """Ray shows an actor only the GPUs it was given, so the first it sees is its own."""
-    return "cuda:0" if device.startswith("cuda") else device
+    own = [
+        msgspec.structs.replace(server, device="cuda:0") if server.device.startswith("cuda") else server
+        for server in config.servers
+    ]
+    return msgspec.structs.replace(config, servers=tuple(own))

@@ -4,15 +4,13 @@ It places the server actors, lets servers join and leave while traffic runs, and
 decisions are `SlimEngine`'s and the machines'.
 """
 
-import asyncio
 from typing import Any
 
 import msgspec
 
 from slim_scheduler.config import Config, ServerConfig
-from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
 from slim_scheduler.engine.clock import MonotonicClock
@@ -21,11 +19,10 @@ from slim_scheduler.engine.cluster.host import ClusterHost
 from slim_scheduler.engine.cluster.ray_session import RaySession
 from slim_scheduler.engine.cluster.remote_server import RemoteServer
 from slim_scheduler.engine.cluster.seam import DirectSeam, Seam
+from slim_scheduler.engine.device import Device
 from slim_scheduler.engine.engine import SlimEngine
-from slim_scheduler.engine.host import DISPATCHER, NoRecorder, StepRecorder
-from slim_scheduler.engine.inputs import Normalization
+from slim_scheduler.engine.host import DISPATCHER, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
-from slim_scheduler.machines import build_dispatcher, build_router
 from slim_scheduler.model.protocol import SlimmableModel
 
 
@@ -40,37 +37,16 @@ class ClusterEngine(SlimEngine):
         model: SlimmableModel,
         shape: ModelShape,
         *,
-        router: str | None = None,
-        seed: int = 0,
-        profiles: dict[ServerName, Profile] | None = None,
-        accuracy: AccuracyTable | None = None,
-        normalization: Normalization | None = None,
-        recorder: StepRecorder | None = None,
         seam: Seam | None = None,
+        recorder: StepRecorder | None = None,
+        **options: Any,
     ) -> None:
-        self.config = cluster_config(config)
-        self.shape = shape
-        self.seed = seed
-        self.profiles = profiles
-        self.router_name = router or config.router.name
-        self._normalization = normalization or Normalization.none(shape)
-        chosen = build_router(self.router_name, self.config, shape, profiles)
-        timed = TimedRouter(chosen, self.config.router.slow_ms / 1e3)
-        dispatcher = build_dispatcher(
-            self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
-        )
-        recorder = recorder or NoRecorder()
-        self._host = ClusterHost(dispatcher, timed, recorder, MonotonicClock(), self._answer, seam or DirectSeam())
-        self._waiting = {}
-        self._next_item = 0
-        self._next_request = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._sampler: asyncio.TimerHandle | None = None
-        self._stopping = False
+        self._seam = seam or DirectSeam()
+        self._log = recorder is not None
         self._model = model
-        self._log = not isinstance(recorder, NoRecorder)
-        self._session = RaySession(config)
         self._placed_model: Any = None
+        self._session = RaySession(config)
+        super().__init__(config, model, shape, recorder=recorder, **options)
 
     async def start(self) -> None:
         """Connects to the cluster, places the servers and waits until all of them are warm."""
@@ -84,17 +60,46 @@ class ClusterEngine(SlimEngine):
         await super().stop(grace_s)
         self._session.close()
 
+    # ---- membership
+
+    async def add_server(self, server: ServerConfig) -> None:
+        """Places one more server and takes it into service, while traffic runs. Raises ConfigError for a known name."""
+        if server.name in self._host.remotes or server.name == DISPATCHER:
+            raise ConfigError(f"server {server.name} is there already; choose another name")
+        self.config = msgspec.structs.replace(self.config, servers=(*self.config.servers, server))
+        await self._host.join(self._remote(server))
+
+    async def remove_server(self, name: ServerName, grace_s: Seconds = 10.0) -> None:
+        """Drains a server, then takes it out. What it has not finished in `grace_s` is run elsewhere."""
+        if name not in self._host.remotes:
+            raise ConfigError(f"no server is named {name}; there are {', '.join(self._host.remotes)}")
+        await self._host.leave(name, grace_s)
+        rest = tuple(server for server in self.config.servers if server.name != name)
+        self.config = msgspec.structs.replace(self.config, servers=rest)
+
     @property
     def memory_used(self) -> dict[ServerName, Bytes]:
         return {name: server.memory_used for name, server in self._host.remotes.items()}
 
     # ---- inside
 
+    @staticmethod
+    def _live_config(config: Config) -> Config:
+        return cluster_config(config)
+
+    def _build_host(
+        self,
+        model: SlimmableModel,
+        dispatcher: Dispatcher,
+        router: TimedRouter,
+        recorder: StepRecorder,
+        devices: dict[ServerName, Device],
+    ) -> ClusterHost:
+        assert not devices, "devices of a cluster are opened by its servers"
+        return ClusterHost(dispatcher, router, recorder, MonotonicClock(), self._answer, self._seam)
+
     def _remote(self, knobs: ServerConfig) -> RemoteServer:
-        profile = (self.profiles or {}).get(knobs.name)
-        power = profile.power if profile is not None and profile.power_source != "none" else None
-        alone = sum(other.device == "cpu" for other in self.config.servers) == 1
-        arguments = (self.config, knobs, self.shape, power, alone)
+        arguments = (self.config, knobs.name, self.shape, self.profiles)
         return RemoteServer(
             knobs,
             lambda: self._session.place(ServerActor, knobs, arguments),

@@ -19,13 +19,14 @@ from slim_scheduler.core.messages import (
     BlockArrived,
     CancelTasks,
     Reply,
+    ServerDraining,
     ServerEvent,
     ServerJoined,
     ServerLeft,
     ServerReported,
     TasksReturned,
 )
-from slim_scheduler.core.types import Block, ServerName
+from slim_scheduler.core.types import Block, Seconds, ServerName
 from slim_scheduler.engine.activations import gather
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.cluster.ledger import ClusterLedger
@@ -36,6 +37,8 @@ from slim_scheduler.engine.cluster.wire import Parcel, Told
 from slim_scheduler.engine.host import Host, StepRecorder
 from slim_scheduler.engine.live_server import reason
 from slim_scheduler.engine.router_timer import TimedRouter
+
+DRAIN_LOOK: Seconds = 0.05
 
 Word = BatchReported | TasksReturned | ServerReported
 
@@ -72,6 +75,21 @@ class ClusterHost(Host):
             self._introduce(server)
             self.tell_dispatcher(ServerJoined(server.name, server.credit, server.incarnation))
             self._serving[server.name] = asyncio.create_task(self._serve(server))
+
+    async def leave(self, name: ServerName, grace: Seconds) -> None:
+        """Gives the server no new work, waits up to `grace` until it holds nothing, and takes it out of the fleet."""
+        server = self.remotes[name]
+        self.tell_dispatcher(ServerDraining(name))
+        latest = self.clock.now() + grace
+        while self.clock.now() < latest and self._holds_something(name):
+            await asyncio.sleep(DRAIN_LOOK)
+        self._serving.pop(name).cancel()
+        self.tell_dispatcher(ServerLeft(name, "removed", removed=True))
+        del self.remotes[name]
+        server.kill()
+
+    def _holds_something(self, name: ServerName) -> bool:
+        return self.dispatcher.servers[name].outstanding > 0 or self.ledger.lies_at(name)
 
     def start(self) -> None:
         """Nothing to start here: the servers joined before, and sample themselves."""

@@ -102,6 +102,10 @@ class ClusterLedger(Ledger):
                 for server in trail.servers:
                     self._items_to_forget.setdefault(server, []).append(item)
 
+    def lies_at(self, server: ServerName) -> bool:
+        """Whether an item in flight may still need an output that lies there."""
+        return any(o.server == server for trail in self._trails.values() for o in trail.outputs.values())
+
     def take_forgotten(self, server: ServerName) -> Forget:
         """What a server may forget since the last call."""
         outputs = self._outputs_to_forget.pop(server, ())

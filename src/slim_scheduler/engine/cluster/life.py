@@ -178,7 +178,7 @@ class ServerLife:
 
     # ---- the scheduler
 
-    def finished(self, _: ServerName, job: Job) -> None:
+    def finished(self, job: Job) -> None:
         """The executor is done with a job."""
         try:
             event = self._server.finished(job, self._shelf, self._clock.now())  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""What Ray costs: three servers on a three-node local cluster against the same three servers in this process.
+
+Both serve the same network under the same closed loop of single-item requests, in turns, in one run. Throughput is the
+median over rounds with blocks of 16 items or more; latency is of one item at a time, where every hop shows. The
+cluster's record says where a hop's time goes: to the server, waiting and fetching there, running, and back.
+"""
+
+import asyncio
+import itertools
+import platform
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from slim_scheduler.config import Config, config_from
+from slim_scheduler.core.messages import BatchReported, BlockArrived, Message, SendBlock, StartBatch
+from slim_scheduler.engine.cluster.engine import ClusterEngine
+from slim_scheduler.engine.engine import SlimEngine
+from slim_scheduler.engine.hardware import device_name
+from slim_scheduler.model.presets import preset_named
+from slim_scheduler.model.shape import shape_of
+from slim_scheduler.model.slim_resnet import SlimResNet
+
+PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
+WIDTH = 0.5
+OUTSTANDING = 192  # six full batches
+ROUNDS = 3
+ROUND_SECONDS = 8.0
+SINGLES = 40
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 300 << 20}
+LEAST_RATIO, MOST_HOP_MS = 0.75, 5.0
+
+
+class HopTimes:
+    """A recorder that follows every task of the cluster from the dispatcher to its server and back."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[float]] = {"to the server": [], "queued": [], "running": [], "back": []}
+        self.sizes: list[int] = []
+        self._seen: dict[tuple[str, int], float] = {}
+
+    def step(self, machine: str, now: float, event: Message, commands: Sequence[Message]) -> None:
+        for message in (event, *commands):
+            match message:
+                case SendBlock(block):
+                    self.sizes.append(len(block.tasks))
+                    self._note("sent", now, [task.task_id for task in block.tasks])
+                case BlockArrived(block):
+                    self._end("sent", "to the server", now, [task.task_id for task in block.tasks])
+                    self._note("arrived", now, [task.task_id for task in block.tasks])
+                case StartBatch(batch):
+                    self._end("arrived", "queued", now, [task.task_id for task in batch.tasks])
+                    self._note("started", now, [task.task_id for task in batch.tasks])
+                case BatchReported() if machine != "dispatcher":
+                    self._end("started", "running", now, message.tasks)
+                    self._note("reported", now, message.tasks)
+                case BatchReported():
+                    self._end("reported", "back", now, message.tasks)
+
+    def _note(self, what: str, now: float, tasks: Sequence[int]) -> None:
+        for task in tasks:
+            self._seen[what, task] = now
+
+    def _end(self, what: str, part: str, now: float, tasks: Sequence[int]) -> None:
+        for task in tasks:
+            began = self._seen.pop((what, task), None)
+            if began is not None:
+                self.parts[part].append(now - began)
+
+    def clear(self) -> None:
+        self.sizes.clear()
+        for values in self.parts.values():
+            values.clear()
+
+    def milliseconds(self) -> dict[str, float]:
+        return {part: round(1e3 * float(np.median(values)), 2) for part, values in self.parts.items() if values}
+
+
+def run() -> dict[str, dict[str, Any]]:
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(**NODE)
+        return asyncio.run(_compare(cluster.address))
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+async def _compare(address: str) -> dict[str, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = SlimResNet(preset_named(PRESET).architecture, PRESET).eval().requires_grad_(False)
+    shape, hops = shape_of(model), HopTimes()
+    here = SlimEngine(_config(""), model, shape)
+    there = ClusterEngine(_config(address), model, shape, recorder=hops)
+    items = np.random.default_rng(0).standard_normal((64, *shape.item_shape), dtype=np.float32)
+    await here.start()
+    await there.start()
+    try:
+        for engine in (here, there):
+            await _saturated(engine, items)  # every instance and variant is loaded
+        hops.clear()
+        rates: dict[SlimEngine, list[float]] = {here: [], there: []}
+        for _ in range(ROUNDS):
+            for engine, measured in rates.items():
+                measured.append(await _saturated(engine, items))
+        blocks, loaded = float(np.mean(hops.sizes)), hops.milliseconds()
+        hops.clear()
+        singles: dict[SlimEngine, list[float]] = {here: [], there: []}
+        for _ in range(SINGLES):
+            for engine, measured in singles.items():
+                measured.append(await _single(engine, items))
+    finally:
+        await here.stop(grace_s=0)
+        await there.stop(grace_s=0)
+    ours, theirs = float(np.median(rates[there])), float(np.median(rates[here]))
+    added = (float(np.median(singles[there])) - float(np.median(singles[here]))) / shape.segments
+    versions = {"ray": ray.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions["machine"] = device_name("cpu")
+    return {
+        "cluster throughput": {
+            "ratio": ours / theirs,
+            "ours": round(ours, 1),
+            "theirs": round(theirs, 1),
+            "unit": "items/s, three Ray nodes against one process",
+            "target": LEAST_RATIO,
+            "mean_block": round(blocks, 1),
+            "hop_ms_loaded": loaded,
+            "versions": versions,
+        },
+        "cluster hop": {
+            "ratio": None,
+            "ours": round(1e3 * added, 2),
+            "theirs": MOST_HOP_MS,
+            "unit": "ms that a segment's hop adds at p50; theirs is the target",
+            "hop_ms_single": hops.milliseconds(),
+            "versions": versions,
+        },
+    }
+
+
+def _config(address: str) -> Config:
+    servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0, "credit_tasks": 64} for name in "abc"]
+    router = {"name": f"jsq:{WIDTH}", "fallback": f"jsq:{WIDTH}"}
+    return config_from({"servers": servers, "router": router, "cluster": {"address": address}})
+
+
+async def _saturated(engine: SlimEngine, items: npt.NDArray[np.float32]) -> float:
+    """Items per second with `OUTSTANDING` always under way."""
+    done, numbers = 0, itertools.count()
+    stop = time.perf_counter() + ROUND_SECONDS
+
+    async def client() -> None:
+        nonlocal done
+        while time.perf_counter() < stop:
+            i = next(numbers) % len(items)
+            await engine.infer(items[i : i + 1])
+            done += 1
+
+    begin = time.perf_counter()
+    await asyncio.gather(*[client() for _ in range(OUTSTANDING)])
+    return done / (time.perf_counter() - begin)
+
+
+async def _single(engine: SlimEngine, items: npt.NDArray[np.float32]) -> float:
+    begin = time.perf_counter()
+    await engine.infer(items[:1])
+    return time.perf_counter() - begin
