@@ -215,21 +215,22 @@ class _ServerEncoder:
         self._widths = shape.widths
         self._unit = 1.0 / batch_time
         self._move = facts.move_activations
-        self._runs: dict[tuple[int, Width | None], list[list[Seconds]]] = {}  # [width][count]
+        self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
+        self._run_figures: dict[tuple[int, Width | None], list[list[float]]] = {}  # the same as the policy sees it
         self._share: dict[tuple[int, Width], Seconds] = {}  # an item's share of a full batch
         self._load: list[list[Seconds]] = []  # [segment][width]
         batch = server.max_batch
         for segment in range(shape.segments):
             previous = shape.widths if segment else (None,)
             for p in previous:
-                self._runs[segment, p] = [
-                    [server.slowdown * server.latency.seconds(segment, p, width, n) for n in range(batch + 1)]
-                    for width in shape.widths
+                runs = self._runs[segment, p] = [
+                    tuple(server.slowdown * server.latency.seconds(segment, p, width, n) for width in shape.widths)
+                    for n in range(batch + 1)
                 ]
+                self._run_figures[segment, p] = [[log1p(s * self._unit) / TIME_SCALE for s in row] for row in runs]
             for i, width in enumerate(shape.widths):
-                self._share[segment, width] = sum(self._runs[segment, p][i][batch] for p in previous) / (
-                    len(previous) * batch
-                )
+                whole = sum(self._runs[segment, p][batch][i] for p in previous)
+                self._share[segment, width] = whole / (len(previous) * batch)
             self._load.append(
                 [server.profile.load_time(shape.instance_bytes(segment, width, batch)) for width in shape.widths]
             )
@@ -259,6 +260,7 @@ class _ServerEncoder:
         count = min(head.waiting, self._facts.max_batch, credit) if credit > 0 else 1
         transfer = self._transfer(head, count)
         ahead = backlog + transfer
+        key = (segment, head.previous_width)
         return [
             1.0 if server.up else 0.0,
             credit / server.credit_tasks,
@@ -268,10 +270,10 @@ class _ServerEncoder:
             log1p(transfer * unit) / TIME_SCALE,
             1.0 if head.home == self.name else 0.0,
             *[
-                log1p((ahead + runs[count] + load) * unit) / TIME_SCALE
-                for runs, load in zip(self._runs[segment, head.previous_width], loads, strict=True)
+                log1p((ahead + run + load) * unit) / TIME_SCALE
+                for run, load in zip(self._runs[key][count], loads, strict=True)
             ],
-            *[log1p(runs[count] * unit) / TIME_SCALE for runs in self._runs[segment, head.previous_width]],
+            *self._run_figures[key][count],
             *(
                 [log1p(pending.get((segment, width), 0)) / COUNT_SCALE for width in self._widths]
                 if pending
