@@ -369,3 +369,33 @@ def test_a_report_that_comes_late_changes_nothing():
     made.handle(report("a", 0.5), 1.1)
     assert made.servers["a"].report is newest
     assert made.servers["a"].heard_at == 1.0
+
+
+def test_a_server_that_keeps_failing_is_ejected_probed_and_reinstated():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)), servers=("a", "b"), max_retries=100)
+    made.handle(report("b", 0.0), 0.0)
+    (block,) = sent(made.handle(request(1), 0.0))
+    for _ in range(5):
+        commands = made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 0.1)
+        block = sent(commands)[0]
+    assert [(c.server, c.up, c.reason) for c in only(commands, ServerChanged)] == [("a", False, "ejected: device lost")]
+    assert (block.server, made.servers["a"].credit) == ("b", 0)
+    for at in (0.7, 1.4, 2.0):
+        made.handle(report("a", at), at)
+        made.handle(report("b", at), at)
+        made.handle(TimerFired(), at + 0.1)
+    assert made.servers["a"].limit == 4, "the probe: a few tasks after two seconds"
+    (probe,) = sent(made.handle(request(2, at=2.2), 2.2))
+    assert probe.server == "a"
+    commands = made.handle(done(probe, 2.3), 2.3)
+    assert [c.reason for c in only(commands, ServerChanged)] == ["its probe succeeded"]
+    assert made.servers["a"].limit == 8
+
+
+def test_not_every_server_can_be_ejected():
+    made = dispatcher(servers=("a", "b"), max_retries=1000)
+    (block,) = sent(made.handle(request(1), 0.0))
+    for _ in range(40):
+        returned = TasksReturned(block.server, 0, (block.tasks[0].task_id,), "device lost")
+        (block,) = sent(made.handle(returned, 0.1))
+    assert sorted(view.limit for view in made.servers.values()) == [0, 8]

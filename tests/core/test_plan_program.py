@@ -55,15 +55,20 @@ def test_batches_are_the_most_efficient_size():
     assert PlanProgram(facts, Table()).max_load() == pytest.approx(8 / (2 * 0.012))
 
 
+# An item's way to one server: the input's 100 bytes and two messages of 46; back: logits of 40 bytes and two messages.
+DOWN, UP = 192.0, 132.0
+
+
 def test_a_link_that_carries_the_inputs_bounds_the_load():
-    facts = cluster(server("a", bytes_per_s=3000.0))  # an input is 100 bytes, logits are 40
-    assert PlanProgram(facts, Table()).max_load() == pytest.approx(30.0)
+    facts = cluster(server("a", bytes_per_s=10 * DOWN))
+    assert PlanProgram(facts, Table()).max_load() == pytest.approx(10.0)
 
 
 def test_two_links_carry_twice_as_much_but_one_shared_medium_does_not():
-    two = (server("a", bytes_per_s=1400.0), server("b", bytes_per_s=1400.0))
-    assert PlanProgram(cluster(*two), Table()).max_load() == pytest.approx(28.0)
-    assert PlanProgram(cluster(*two, shared_link=True), Table()).max_load() == pytest.approx(10.0)
+    two = (server("a", bytes_per_s=10 * DOWN), server("b", bytes_per_s=10 * DOWN))
+    assert PlanProgram(cluster(*two), Table()).max_load() == pytest.approx(20.0)
+    shared = PlanProgram(cluster(*two, shared_link=True), Table())
+    assert shared.max_load() == pytest.approx(10 * DOWN / (DOWN + UP))
 
 
 def test_activations_stay_where_moving_them_costs_too_much():
@@ -77,13 +82,15 @@ def test_activations_stay_where_moving_them_costs_too_much():
     free = cluster(server("a", first), server("b", second))
     assert PlanProgram(free, Table()).max_load() == pytest.approx(400.0)
     # With m items/s moved from a to b and n kept whole on either: devices 2.5 m + 22.5 n <= 1000 ms, and b's link takes
-    # 200 m for activations and 100 n for inputs <= 10,000 bytes/s. So m = 500 / 17 and n = 700 / 17.
-    links = {"bytes_per_s": 10_000.0}
+    # a message and an activation of 200 for each moved: 246 m + 192 n <= 20,000 bytes/s.
+    m = (20_000 - DOWN * 1000 / 22.5) / (246 - DOWN * 2.5 / 22.5)
+    n = (1000 - 2.5 * m) / 22.5
+    links = {"bytes_per_s": 20_000.0}
     charged = cluster(server("a", first, **links), server("b", second, **links), move_activations=True)
     program = PlanProgram(charged, Table())
-    assert program.max_load() == pytest.approx((500 + 2 * 700) / 17)
+    assert program.max_load() == pytest.approx(m + 2 * n)
     plan = program.most_accurate(program.max_load() * (1 - 1e-9))
-    assert sum(plan.stays.values()) == pytest.approx(2 * 700 / 17, rel=1e-3)
+    assert sum(plan.stays.values()) == pytest.approx(2 * n, rel=1e-3)
 
 
 def test_energy_is_the_least_at_the_accuracy():

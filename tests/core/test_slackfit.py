@@ -53,6 +53,12 @@ def test_without_a_deadline_the_objective_counts_from_the_items_arrival():
     assert router.decide(view(seen("a"), item_age=0.0401), RNG).width == 0.5
 
 
+def test_the_wait_of_this_segment_is_expected_again_before_the_next():
+    assert pick(0.2001, age=0.040).width == 1.0
+    assert pick(0.1999, age=0.040).width == 0.5
+    assert pick(0.0801, segment=1, previous=0.5, age=0.040).width == 1.0
+
+
 def test_only_allowed_widths_are_chosen():
     assert pick(1.0, widths=(0.5,)).width == 0.5
     assert pick(0.001, widths=(1.0,)).width == 1.0

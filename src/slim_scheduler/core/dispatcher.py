@@ -50,6 +50,7 @@ from slim_scheduler.core.types import (
 )
 
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
+NOBODYS_FAULT = ("expired", "cancelled")  # reasons of returned tasks that say nothing of their server
 RETRIES_AT_START = 256.0  # so that a server lost early on can be made up for
 RETRIES_SAVED = 10_000.0  # the most that a long quiet time saves up
 
@@ -144,7 +145,7 @@ class Dispatcher:
                 self._join(event, now)
             case ServerDraining():
                 if event.server in self._fleet.views:
-                    self._fleet.views[event.server].draining = True
+                    self._fleet.drain(event.server)
             case ServerLeft():
                 self._leave(event, now)
             case RouterTooSlow():
@@ -269,11 +270,12 @@ class Dispatcher:
                 self._admission.completed(now)
                 self._end(flight, Outcome.ANSWERED, now)
         self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
-        view = self._fleet.views.get(event.server)
-        if view is not None:
-            view.heard_at = now
+        if event.server in self._fleet.views and self._fleet.succeeded(event.server, now):
+            self._commands.append(ServerChanged(event.server, True, "its probe succeeded", 0))
 
     def _take_back(self, event: TasksReturned, now: Seconds) -> None:
+        if event.reason not in NOBODYS_FAULT and not event.activation_lost:
+            self._blame(event.server, event.reason, now)
         for task_id in event.tasks:
             self._give_up(task_id, event.reason, now, event.permanent, event.activation_lost)
 
@@ -353,6 +355,7 @@ class Dispatcher:
         self._wake_at = float("inf")
         while self._deadlines and self._deadlines[0][0] <= now:
             self._abandon(heappop(self._deadlines)[1], Outcome.EXPIRED, "the deadline passed", now)
+        self._fleet.begin_probes(now)
         for server in self._fleet.silent(now):
             self._lose(server, f"silent for {self._limits.heartbeat_timeout:g} s", now)
         if self._all_down_since is not None and self._all_down_since + self._limits.no_server_timeout <= now:
@@ -395,18 +398,27 @@ class Dispatcher:
             self._lose(report.server, "restarted", now)
         self._fleet.heard(report, now)
         if not view.up:
-            view.up = True
+            self._fleet.up(report.server, now)
             self._all_down_since = None
             self._commands.append(ServerChanged(report.server, True, "heard again", 0))
-        for task_id in self._fleet.lost_tasks(report):
+        lost = self._fleet.lost_tasks(report)
+        if lost:
+            self._blame(report.server, "blocks are lost on the way", now)
+        for task_id in lost:
             self._give_up(task_id, "lost on the way", now)
+
+    def _blame(self, name: ServerName, reason: str, now: Seconds) -> None:
+        """Counts a failure against a server, which may get it ejected."""
+        if self._fleet.failed(name, now):
+            self._commands.append(ServerChanged(name, False, f"ejected: {reason}", 0))
+            self._wake_at = float("inf")
 
     def _lose(self, name: ServerName, reason: str, now: Seconds) -> None:
         """Takes a server out of service: its tasks, and the activations it held, are tried again elsewhere."""
         view = self._fleet.views[name]
         if not view.up:
             return
-        view.up = False
+        self._fleet.down(name, now)
         lost = self._fleet.unsettled(name)
         requeued = sum(self._give_up(task_id, f"server {name} was lost ({reason})", now) for task_id in lost)
         for flight in [f for f in self._ledger.items.values() if f.waiting and f.home == name]:

@@ -24,6 +24,7 @@ from slim_scheduler.core.types import Joules, ServerName, Watts, Width, WidthTup
 
 MOST_TUPLES = 65_536
 LOGIT_BYTES = 4  # fp32
+MESSAGE_BYTES = 46  # per task and direction: its entry in a message, and its part of the header of a full batch's
 CURVE_STEPS = 64  # of utilisation, where work and power are looked at
 SLACK = 1e-7  # relative: what a solver may be off by
 NOTHING = 1e-5  # of the load: a rate that is left out
@@ -175,10 +176,11 @@ class PlanProgram:
         stay = {key: self._first_stay + i for i, key in enumerate(self._stays)}
         shared: list[tuple[int, float]] = []
         for name in self._names:
-            down = [(self._place[name, step], float(shape.input_bytes)) for step in self._steps if step[0] == 0]
             last = shape.segments - 1
-            logits = float(shape.classes * LOGIT_BYTES)
-            up = [(self._place[name, step], logits) for step in self._steps if step[0] == last]
+            first_bytes = {0: shape.input_bytes}  # beside the message, by segment: to the server and from it
+            last_bytes = {last: shape.classes * LOGIT_BYTES}
+            down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s[0], 0.0)) for s in self._steps]
+            up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s[0], 0.0)) for s in self._steps]
             moved_in: list[tuple[int, float]] = []
             for segment, width, _ in [key for key in self._stays if key[2] == name]:
                 size = float(shape.activation(segment, width))

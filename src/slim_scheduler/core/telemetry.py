@@ -56,8 +56,9 @@ class ServerReport(msgspec.Struct, frozen=True, gc=False):
 class ServerView:
     """What the dispatcher knows of one server. Routers read it; only the dispatcher writes.
 
-    `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width). A
-    server that is `draining` gets no new work; what it holds stays good.
+    `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
+    `limit` is how many may be outstanding: `credit_tasks`, a few while the server is on probation, none while it is
+    ejected or draining.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class ServerView:
         "draining",
         "heard_at",
         "incarnation",
+        "limit",
         "name",
         "outstanding",
         "pending",
@@ -78,6 +80,7 @@ class ServerView:
         self.up = True
         self.draining = False
         self.credit_tasks = credit_tasks
+        self.limit = credit_tasks
         self.outstanding = 0
         self.pending: dict[tuple[int, Width], int] = {}
         self.report: ServerReport | None = None
@@ -85,15 +88,15 @@ class ServerView:
 
     @property
     def credit(self) -> int:
-        return self.credit_tasks - self.outstanding
+        return self.limit - self.outstanding
 
     @property
     def in_service(self) -> bool:
-        return self.up and not self.draining
+        return self.up and self.limit > 0
 
     @property
     def available(self) -> bool:
-        return self.up and not self.draining and self.outstanding < self.credit_tasks
+        return self.up and self.outstanding < self.limit
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):

@@ -1,8 +1,9 @@
 """SuperServe's rule: the time that is left picks the widths and the batch, from a table made beforehand.
 
 The table has the time through the remaining segments for every batch size and every choice of widths. Larger batches
-come first; among the widths that fit at that batch, the most accurate are taken. The server is the one with the
-shortest backlog, which is taken off the slack: SuperServe's workers have no queue of their own.
+come first; among the widths that fit at that batch, the most accurate are taken. SuperServe's workers have no queue and
+run the whole network at once; here the server is the one with the shortest backlog, which is taken off the slack, and
+so is, for each segment that follows, the wait that the head has just had.
 """
 
 from bisect import bisect_right
@@ -29,6 +30,7 @@ class SlackFit:
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds) -> None:
         self.name = "slackfit"
         self._slo = slo
+        self._segments = facts.shape.segments
         self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
         self._groups = tuple(sorted(set(facts.groups), reverse=True))
         self._table = _table(facts, Expectation(facts.shape, accuracy))
@@ -37,6 +39,7 @@ class SlackFit:
         head = view.head
         server, backlog = self._least_backlog(view)
         left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
+        left -= head.age * (self._segments - 1 - head.segment)
         most = min(head.waiting, self._costs[server.name].facts.max_batch, server.credit)
         for group in self._groups:
             if group <= most:
