@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from slim_scheduler.cli import bound, comparing, machine, model, running
+from slim_scheduler.cli import bound, comparing, machine, model, running, training
+from slim_scheduler.frontend import commands as serving
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -25,6 +26,8 @@ model.add(app)
 running.add(app)
 comparing.add(app)
 bound.add(app)
+training.add(app)
+serving.register(app)
 machine.add(app)
 
 
