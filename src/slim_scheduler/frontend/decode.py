@@ -73,14 +73,12 @@ class InferenceCall(msgspec.Struct, frozen=True):
 
 
 _BODY = msgspec.json.Decoder(InferBody)
-_UINT8 = Annotated[int, Meta(ge=0, le=255)]
 # Numbers may come flat or nested as deep as the shape; by rank, so that depth is bounded by type.
-_FLOATS: list[Any] = [msgspec.json.Decoder(list[float])]
-_BYTES: list[Any] = [msgspec.json.Decoder(list[_UINT8])]
-for _row, _kind in ((_FLOATS, list[float]), (_BYTES, list[_UINT8])):
-    for _ in range(7):
-        _kind = list[_kind]  # type: ignore[valid-type]
-        _row.append(msgspec.json.Decoder(_kind))
+_NUMBERS: list[Any] = []
+_kind: Any = float
+for _ in range(8):
+    _kind = list[_kind]
+    _NUMBERS.append(msgspec.json.Decoder(_kind))
 
 
 def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferenceCall:
@@ -145,9 +143,9 @@ def output_wish(name: str, parameters: Mapping[str, Parameter]) -> int:
         raise invalid(f"output {quote(name)} does not exist; available: {OUTPUT}")
     check_input_parameters(parameters)
     count = parameters.get("classification", 0)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 2**31:
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count <= 2**31 or count % 1:
         raise invalid(f"classification is {quote(count)}; it must be a whole number from 0")
-    return count
+    return int(count)
 
 
 def _parse(text: memoryview) -> InferBody:
@@ -217,15 +215,21 @@ def _image_from_json(tensor: InputTensor, card: ModelCard, limits: Limits) -> np
     depth = len(text[:64].translate(None, b" \t\r\n")) - len(text[:64].translate(None, b" \t\r\n").lstrip(b"["))
     if depth not in (1, len(tensor.shape)):
         raise invalid(f"input {INPUT} is nested {depth} deep; send it flat, or nested as shape {tensor.shape}")
-    decoders = _BYTES if tensor.datatype == "UINT8" else _FLOATS
     try:
-        with np.errstate(over="ignore"):
-            image = np.asarray(decoders[depth - 1].decode(text), DTYPES[tensor.datatype])
+        image = _as_datatype(np.asarray(_NUMBERS[depth - 1].decode(text), np.float64), tensor.datatype)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise invalid(f"data of input {INPUT}: {quote(error, 200)}") from None
     if depth > 1 and list(image.shape) != tensor.shape:
         raise invalid(f"data of input {INPUT} is nested as {list(image.shape)}; its shape says {tensor.shape}")
     return _channels_first(_finite(image), tensor.shape, card)
+
+
+def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any, Any]:
+    """Numbers as text makes no difference between 7 and 7.0, and neither does JSON's notion of an integer."""
+    if datatype == "UINT8" and not ((numbers >= 0) & (numbers <= 255) & (numbers == np.floor(numbers))).all():
+        raise invalid(f"input {INPUT} has values that are no pixels; UINT8 holds whole numbers from 0 to 255")
+    with np.errstate(over="ignore"):
+        return numbers.astype(DTYPES[datatype])
 
 
 def _raw_image(body: Buffer, card: ModelCard, limits: Limits) -> np.ndarray[Any, Any]:
