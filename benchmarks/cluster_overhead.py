@@ -29,9 +29,10 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 WIDTH = 0.5
-OUTSTANDING = 192  # six full batches
+OUTSTANDING = 480  # so many that full blocks wait for credit
+CREDIT = 32  # one batch per server: what does not fit waits at the dispatcher and makes larger blocks
 ROUNDS = 3
-ROUND_SECONDS = 8.0
+ROUND_SECONDS = 10.0
 SINGLES = 40
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 300 << 20}
 LEAST_RATIO, MOST_HOP_MS = 0.75, 5.0
@@ -145,7 +146,7 @@ async def _compare(address: str) -> dict[str, dict[str, Any]]:
 
 
 def _config(address: str) -> Config:
-    servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0, "credit_tasks": 64} for name in "abc"]
+    servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0, "credit_tasks": CREDIT} for name in "abc"]
     router = {"name": f"jsq:{WIDTH}", "fallback": f"jsq:{WIDTH}"}
     return config_from({"servers": servers, "router": router, "cluster": {"address": address}})
 

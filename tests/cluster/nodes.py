@@ -17,6 +17,7 @@ from typing import Protocol
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
 RATE, DELAY = "433mbit", "1ms"  # Wi-Fi 5; the delay each way
 SWITCH = "slim-switch"
+CURRENT = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
 BIN = Path(sys.executable).parent
 
 
@@ -100,6 +101,8 @@ class NamespaceNodes:
             daemon.wait(20)
             subprocess.run(["ip", "netns", "del", f"slim-{i}"], check=False)
         subprocess.run(["ip", "netns", "del", SWITCH], check=False)
+        if CURRENT.is_file() and CURRENT.read_text().strip() == self.address:
+            CURRENT.unlink()  # where `address = "auto"` looks first
         shutil.rmtree(self._folder)
 
     def _shape(self, name: str, device: str) -> None:

@@ -7,6 +7,7 @@ starts again is a new life with the next incarnation.
 
 import asyncio
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,9 @@ from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.live_server import LiveServer
 
 FETCH_TIMEOUT: Seconds = 1.0  # for another server's outputs; below the dispatcher's loss grace of 2 s
+
+# Arrays that Ray hands out lie in its shared memory, read-only. So are rows here: segments never write to their input.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 CARRIED = (BatchReported, TasksReturned, ServerReported)
 
@@ -168,7 +172,7 @@ class ServerLife:
                 found = ()  # it died or does not answer: the items begin again, which is the dispatcher's decision
         lost = {task.task_id for task, _ in wanted}
         if output is not None:
-            rows = torch.from_numpy(output if output.flags.writeable else output.copy())
+            rows = torch.from_numpy(output)
             place = {source: row for row, source in enumerate(found)}
             for task, source in wanted:
                 if source in place:

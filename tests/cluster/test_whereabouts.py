@@ -1,0 +1,130 @@
+"""Tensors find their tasks: rows at the servers, whereabouts at the router, and nothing kept of what has ended."""
+
+import torch
+
+from slim_scheduler.core.types import Block, Task
+from slim_scheduler.engine.cluster.ledger import ClusterLedger
+from slim_scheduler.engine.cluster.shelf import Shelf
+from slim_scheduler.engine.cluster.wire import Forget
+
+LAST = 1  # of two segments
+
+
+def task(task_id: int, item: int, segment: int = 0, home: str | None = None) -> Task:
+    return Task(task_id, item, segment, 0.5 if segment else None, home, 0.0, None, 0)
+
+
+def block(server: str, *tasks: Task) -> Block:
+    return Block(tasks[0].task_id, server, tasks[0].segment, 0.5, tasks[0].previous_width, False, tasks, 0.0)
+
+
+def send(ledger: ClusterLedger, server: str, *tasks: Task):
+    ledger.sent(tasks)
+    return ledger.leaves(block(server, *tasks))
+
+
+def two_items() -> ClusterLedger:
+    ledger = ClusterLedger()
+    ledger.add(0, [7, 8], torch.arange(4.0).reshape(2, 2))
+    return ledger
+
+
+# ---- the router
+
+
+def test_first_segments_inputs_travel_with_the_block():
+    sources, rows = send(two_items(), "a", task(1, 8), task(2, 7))
+    assert sources == (0, 1)
+    assert [tensor[row].tolist() for tensor, row in rows] == [[2.0, 3.0], [0.0, 1.0]]
+
+
+def test_later_segments_name_the_task_whose_output_they_continue():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7), task(2, 8))
+    ledger.done("a", [1, 2])
+    assert send(ledger, "b", task(3, 7, 1, "a"), task(4, 8, 1, "a")) == ((1, 2), [])
+
+
+def test_task_of_an_ended_item_travels_without_input():
+    ledger = two_items()
+    ledger.sent([task(1, 7), task(2, 8)])
+    ledger.forget([7])
+    sources, rows = ledger.leaves(block("a", task(1, 7), task(2, 8)))
+    assert sources == (None, 0)
+    assert len(rows) == 1
+
+
+def test_late_word_of_a_given_up_attempt_does_not_move_an_item():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7))
+    send(ledger, "b", task(2, 7))  # tried again elsewhere
+    ledger.done("b", [2])
+    ledger.done("a", [1])
+    assert send(ledger, "c", task(3, 7, 1, "b"))[0] == (2,)
+
+
+def test_output_that_is_not_where_the_dispatcher_believes_is_called_lost():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7))
+    ledger.done("a", [1])
+    assert send(ledger, "b", task(2, 7, 1, "c"))[0] == (-1,)
+
+
+def test_servers_forget_outputs_that_are_passed_and_items_that_ended():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7))
+    ledger.done("a", [1])
+    assert ledger.lies_at("a")
+    send(ledger, "b", task(2, 7, 1, "a"))
+    ledger.done("b", [2])
+    send(ledger, "b", task(3, 7, 2, "b"))
+    assert not ledger.lies_at("a")
+    assert ledger.take_forgotten("a") == Forget((1,), ())
+    ledger.forget([7, 8])
+    assert ledger.take_forgotten("a") == Forget((), (7,))
+    assert ledger.take_forgotten("b") == Forget((), (7,))
+    assert ledger.take_forgotten("b") == Forget()
+    assert not len(ledger)
+
+
+def test_answers_reach_their_items_and_late_ones_nobody():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7), task(2, 8))
+    ledger.forget([8])
+    ledger.answered([2, 1], torch.tensor([[1.0], [2.0]]))
+    assert ledger.result(7, 0).tolist() == [2.0]
+    assert ledger.result(8, 0) is None
+
+
+# ---- a server
+
+
+def test_output_stays_until_the_item_is_forgotten():
+    shelf, first = Shelf(LAST), task(1, 7)
+    shelf.put_input(first, (torch.ones(1, 2), 0))
+    wanted, rows = shelf.inputs([first])
+    assert (wanted, len(rows)) == ([first], 1)
+    shelf.store([first], torch.full((1, 3), 5.0))
+    assert shelf.inputs([first]) == ([], [])
+    assert shelf.rows([1, 99])[0] == (1,)
+    assert shelf.rows([1])[1].tolist() == [[5.0, 5.0, 5.0]]
+    shelf.forget([], [7])
+    assert len(shelf) == 0
+    assert shelf.rows([1]) == ((), None)
+
+
+def test_last_segments_output_goes_to_the_router():
+    shelf, last = Shelf(LAST), task(3, 7, LAST, "a")
+    shelf.put_input(last, (torch.ones(1, 2), 0))
+    shelf.store([last], torch.zeros(1, 10))
+    assert [tasks for tasks, _ in shelf.answers] == [(3,)]
+    assert len(shelf) == 0
+
+
+def test_block_that_comes_after_its_items_end_leaves_nothing():
+    shelf, late = Shelf(LAST), task(1, 7)
+    shelf.forget([], [7])
+    shelf.put_input(late, (torch.ones(1, 2), 0))
+    assert shelf.inputs([late]) == ([], [])
+    shelf.store([late], torch.ones(1, 3))
+    assert len(shelf) == 0

@@ -1,0 +1,51 @@
+"""What crosses a call arrives as it left, and every server tells the dispatcher's time."""
+
+import numpy as np
+import pytest
+
+from slim_scheduler.core.messages import BatchReported, BlockArrived, TasksReturned
+from slim_scheduler.core.types import Block, Task
+from slim_scheduler.engine.cluster.clock import OffsetEstimate, SharedClock
+from slim_scheduler.engine.cluster.wire import Parcel, Step, Told, cut, decode_parcel, decode_told, encode, join
+
+TASK = Task(5, 3, 1, 0.5, "a", 1.25, None, 0)
+BLOCK = Block(9, "b", 1, 0.75, 0.5, False, (TASK,), 2.0)
+
+
+def test_messages_arrive_as_they_left():
+    parcel = Parcel(BLOCK, (4,))
+    steps = (
+        Step(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
+        Step(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
+    )
+    told = Told(1.0, 2.0, 100, steps, ((5,),))
+    assert decode_parcel(encode(parcel)) == parcel
+    assert decode_told(encode(told)) == told
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 500])
+def test_items_survive_being_cut_into_pieces(rows):
+    items = np.random.default_rng(0).standard_normal((rows, 3, 32, 32), dtype=np.float32)
+    pieces = tuple(cut(items))
+    assert all(isinstance(p, np.ndarray) or len(p) <= 100_000 for p in pieces), "Ray would store a larger one apart"
+    np.testing.assert_array_equal(join(pieces, (3, 32, 32)), items)
+
+
+def test_offset_is_taken_from_the_exchange_that_lost_least_time():
+    estimate = OffsetEstimate()
+    estimate.add(10.0, 110.2, 110.2, 10.4)  # 0.4 s on the way, evenly: off by 100
+    estimate.add(11.0, 111.9, 111.9, 12.0)  # 1 s on the way, nearly all of it there
+    assert estimate.offset == pytest.approx(-100.0)
+
+
+def test_time_that_an_answer_waited_at_the_server_does_not_count():
+    estimate = OffsetEstimate()
+    estimate.add(10.0, 110.001, 110.101, 10.102)
+    assert estimate.offset == pytest.approx(-100.0, abs=1e-3)
+
+
+def test_a_corrected_offset_never_turns_time_back():
+    clock = SharedClock(0.0)
+    before = clock.now()
+    clock.offset = -5.0
+    assert clock.now() >= before
