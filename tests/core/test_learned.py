@@ -220,6 +220,9 @@ def test_a_policy_is_refused_where_it_does_not_belong(tmp_path):
     groups = msgspec.structs.replace(facts, groups=(1, 2))
     with pytest.raises(CheckpointError, match=r"groups \(1, 2, 4, 8, 16, 32\), but this run has \(1, 2\)"):
         load_router(tmp_path / "policy", groups)
+    other = msgspec.structs.replace(facts, shape=msgspec.structs.replace(facts.shape, name="large"))
+    with pytest.raises(CheckpointError, match="is for network small, but this run has large"):
+        load_router(tmp_path / "policy", other)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_router(tmp_path / "nothing", facts)
 

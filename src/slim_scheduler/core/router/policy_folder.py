@@ -39,9 +39,12 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_fits(self, facts: RouterFacts, path: Path) -> None:
         """Raises CheckpointError where the policy is for another network or other choices."""
-        wanted = (facts.shape.segments, facts.shape.widths, facts.groups)
-        for name, mine, theirs in zip(
-            ("segments", "widths", "groups"), (self.segments, self.widths, self.groups), wanted, strict=True
+        shape = facts.shape
+        for name, mine, theirs in (
+            ("network", self.network, shape.name),
+            ("segments", self.segments, shape.segments),
+            ("widths", self.widths, shape.widths),
+            ("groups", self.groups, facts.groups),
         ):
             if mine != theirs:
                 raise CheckpointError(
