@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from slim_scheduler.config import Config, config_from
-from slim_scheduler.core.profile import write_profile
 from slim_scheduler.engine.assembly import live_config
 from slim_scheduler.engine.bench import bench
 from slim_scheduler.engine.hardware import device_name
@@ -27,6 +26,7 @@ from slim_scheduler.model import checkpoint
 from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.profile_file import write_profile
 from slim_scheduler.record import Recorder, RunInfo
 from slim_scheduler.sim.host import simulate
 from slim_scheduler.summary import summarize

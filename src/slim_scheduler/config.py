@@ -25,8 +25,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `profile` names
     the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
-    requested an instance may be. `threads` are the CPU threads of a live `cpu` server. In a cluster, `num_gpus` (default:
-    1 for cuda devices) and `resources` (such as {gtx980ti = 1}) say which machine may run it.
+    requested an instance may be. `threads` are the CPU threads of a live `cpu` server. In a cluster, `num_gpus`
+    (default: 1 for cuda devices) and `resources` (such as {gtx980ti = 1}) say which machine may run it.
     """
 
     name: ServerName
@@ -147,9 +147,12 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the servers run. `address` empty: in this process; `local`: on a Ray cluster of this machine's own, which ends
-    with the run; `auto`, `HOST:PORT` or `ray://HOST:PORT`: on one that runs already. A server that does not answer for
-    `hung_limit_s` is started anew."""
+    """Where the servers run.
+
+    `address` empty: in this process; `local`: on a Ray cluster of this machine's own, which ends with the run; `auto`,
+    `HOST:PORT` or `ray://HOST:PORT`: on one that runs already. A server that does not answer for `hung_limit_s` is
+    started anew.
+    """
 
     address: str = ""
     hung_limit_s: float = 30.0

@@ -157,7 +157,7 @@ def _models() -> Iterator[Finding]:
 
 
 def _profiles() -> Iterator[Finding]:
-    from slim_scheduler.core.profile import read_profile
+    from slim_scheduler.profile_file import read_profile
 
     paths = sorted(Path("profiles").glob("*.json"))
     if not paths:

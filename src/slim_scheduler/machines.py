@@ -14,7 +14,7 @@ from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.dispatcher import Dispatcher, DispatchLimits
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
-from slim_scheduler.core.profile import LatencyTable, Profile, read_profile
+from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Router, RouterFacts, ServerFacts
 from slim_scheduler.core.router.baselines import (
     CostModel,
@@ -28,6 +28,7 @@ from slim_scheduler.core.router.baselines import (
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
+from slim_scheduler.profile_file import read_profile
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
 ROUTER_NAMES = (
@@ -128,11 +129,11 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
 
 def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
     """A router that knows the measured accuracies: held-out ones where there are any, because test images judge it."""
-    from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+    from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 
     folder = Path(config.model.path)
     tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
-    accuracy = AccuracyTable.load(next((path for path in tables if path.is_file()), folder))
+    accuracy = read_accuracy(next((path for path in tables if path.is_file()), folder))
     if name == "slackfit":
         from slim_scheduler.core.router.slackfit import SlackFit
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config
-from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.types import ItemId, WidthTuple
 from slim_scheduler.interruption import Interruption, deferred, sigterm_as_ctrl_c
 from slim_scheduler.record import Recorder, RunInfo, read_record
@@ -91,7 +92,7 @@ def live_run(config: Config, router: str, seed: int, out: Path, progress: Progre
 def accuracy_table(config: Config) -> AccuracyTable | None:
     """The model's table of right and wrong test items, None where nobody measured one. Raises DataError."""
     path = Path(config.model.path) / TABLE_FILES["test"]
-    return AccuracyTable.load(path) if path.exists() else None
+    return read_accuracy(path) if path.exists() else None
 
 
 def _write(

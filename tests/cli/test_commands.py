@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slim_scheduler.core.profile import read_profile
+from slim_scheduler.profile_file import read_profile
 from slim_scheduler.record import read_record, record_hash
 from tests.cli.conftest import ROOT, Slim
 

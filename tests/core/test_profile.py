@@ -1,7 +1,8 @@
 import pytest
 
 from slim_scheduler.core.errors import ProfileError
-from slim_scheduler.core.profile import Curve, LatencyTable, read_profile, write_profile
+from slim_scheduler.core.profile import Curve, LatencyTable
+from slim_scheduler.profile_file import read_profile, write_profile
 from tests.core.test_baselines import profile
 
 

@@ -1,8 +1,9 @@
 """A measured profile is complete, readable and plausible, and comes from the executor that serves."""
 
-from slim_scheduler.core.profile import LatencyTable, read_profile, write_profile
+from slim_scheduler.core.profile import LatencyTable
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.measure import measure_model
+from slim_scheduler.profile_file import read_profile, write_profile
 
 from .live import NETWORK, SHAPE
 

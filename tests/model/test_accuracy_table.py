@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from slim_scheduler.accuracy_file import read_accuracy, write_accuracy
 from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
 from slim_scheduler.core.errors import DataError
 
@@ -35,8 +36,8 @@ def test_a_missing_tuple_is_answered_by_its_nearest_neighbour():
 
 
 def test_a_written_table_comes_back(tmp_path):
-    table().write(tmp_path / "accuracy.parquet")
-    again = AccuracyTable.load(tmp_path)
+    write_accuracy(table(), tmp_path / "accuracy.parquet")
+    again = read_accuracy(tmp_path)
     assert (again.split, again.data, again.weights_sha256) == ("test", "made up", "ab")
     assert again.tuples == table().tuples
     assert all(np.array_equal(again.correct(t), table().correct(t)) for t in again.tuples)
@@ -46,15 +47,15 @@ def test_a_written_table_comes_back(tmp_path):
 def test_five_thousand_items_of_256_tuples_stay_small(tmp_path):
     generator = np.random.default_rng(0)
     columns = {t: generator.random(5000) < 0.7 for t in itertools.product((0.25, 0.5, 0.75, 1.0), repeat=4)}
-    AccuracyTable(columns, split="test", data="random").write(tmp_path / "t.parquet")
+    write_accuracy(AccuracyTable(columns, split="test", data="random"), tmp_path / "t.parquet")
     assert (tmp_path / "t.parquet").stat().st_size < 300_000
 
 
 def test_what_is_no_table_is_refused(tmp_path):
     with pytest.raises(DataError, match="is missing; run `slim accuracy"):
-        AccuracyTable.load(tmp_path)
+        read_accuracy(tmp_path)
     (tmp_path / "accuracy.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="is no accuracy table"):
-        AccuracyTable.load(tmp_path)
+        read_accuracy(tmp_path)
     with pytest.raises(DataError, match="3 widths, the network 2 segments"):
         table().top1((0.5, 0.5, 0.5))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.accuracy import measure_accuracy, measure_folder
@@ -139,8 +139,8 @@ def test_the_table_says_what_the_network_answers(tmp_path):
     x = (torch.from_numpy(data.test.pixels) / 255 - manifest.mean[0]) / manifest.std[0]
     for widths in ((0.5, 0.5), (1.0, 0.5)):
         right = (model(x, widths).argmax(dim=1).numpy() == data.test.labels).tolist()
-        assert np.mean(AccuracyTable.load(tmp_path).correct(widths) == right) > 0.995
-    assert tables["held-out"].items == AccuracyTable.load(tmp_path / "accuracy_heldout.parquet").items
+        assert np.mean(read_accuracy(tmp_path).correct(widths) == right) > 0.995
+    assert tables["held-out"].items == read_accuracy(tmp_path / "accuracy_heldout.parquet").items
     assert manifest.accuracy["test"]["0.5,1"] == pytest.approx(tables["test"].top1((0.5, 1.0)), abs=1e-4)
 
 
@@ -175,7 +175,7 @@ def test_the_shipped_digits_network_keeps_its_promise():
     folder = "models/digits"
     model, manifest, data = checkpoint.load(folder), checkpoint.load_manifest(folder), load_data("digits")
     right = measure_accuracy(model, data.test, manifest.mean, manifest.std)
-    shipped = AccuracyTable.load(folder)
+    shipped = read_accuracy(folder)
     assert shipped.split == "test"
     assert shipped.weights_sha256 == manifest.weights_sha256
     assert right[(1.0,) * 4].mean() >= 0.97
@@ -190,7 +190,7 @@ def test_the_shipped_cifar_network_is_small_and_its_table_belongs_to_it():
     if not (folder / "accuracy.parquet").exists():
         pytest.skip("models/cifar100 is not trained yet: `slim fit --preset cifar100`")
     assert sum(path.stat().st_size for path in folder.glob("*.*")) < 25e6
-    manifest, shipped = checkpoint.load_manifest(folder), AccuracyTable.load(folder)
+    manifest, shipped = checkpoint.load_manifest(folder), read_accuracy(folder)
     assert shipped.weights_sha256 == manifest.weights_sha256
     assert (len(shipped.tuples), shipped.items) == (256, 5000)
     data = os.environ.get("SLIM_CIFAR100")

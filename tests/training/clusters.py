@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from slim_scheduler.accuracy_file import TABLE_FILES, write_accuracy
 from slim_scheduler.config import Config
-from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+from slim_scheduler.core.accuracy import AccuracyTable
 from tests.sim.clusters import small_cluster
 
 UNEQUAL = ({}, {"slowdown": 2.0}, {"slowdown": 4.0})
@@ -23,5 +24,5 @@ def training_cluster(folder: Path, servers: Any = UNEQUAL, **sections: Any) -> C
     sections = {"workload": {"rate": 300.0, "duration_s": 2.0}, **sections}
     config = small_cluster(folder, servers, **sections)
     for split in TABLE_FILES:
-        small_table(split).write(folder / TABLE_FILES[split])
+        write_accuracy(small_table(split), folder / TABLE_FILES[split])
     return config

@@ -36,7 +36,7 @@ def frontier(
     as_json: Json = False,
 ) -> None:
     """The best accuracy that any router can hold at each load, and the least energy it takes: the bound."""
-    from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+    from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.frontier import frontier as points_of
     from slim_scheduler.machines import load_profiles, load_shape
@@ -46,7 +46,7 @@ def frontier(
         raise ConfigError(f"accuracy table {table} is unknown; available: {', '.join(TABLE_FILES)}")
     settings = read_config(config, overrides)
     shape = load_shape(settings)
-    accuracy = AccuracyTable.load(Path(settings.model.path) / TABLE_FILES[table])
+    accuracy = read_accuracy(Path(settings.model.path) / TABLE_FILES[table])
     profiles = load_profiles(settings, shape)
     points = points_of(settings, shape, profiles, accuracy, load or (), rho=rho, levels=accuracies)
     content = [point.to_json() for point in points]

@@ -95,8 +95,8 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """A device's profile: latency, memory and power."""
-    from slim_scheduler.core.profile import write_profile
     from slim_scheduler.engine.measure import measure as take
+    from slim_scheduler.profile_file import write_profile
 
     with progress(f"measuring {device}") as show:
         profile = take(

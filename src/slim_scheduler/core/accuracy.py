@@ -1,24 +1,19 @@
 """Which items a network answers right at which width tuple: the table behind reward, simulator and bound.
 
-Read from the Parquet file beside a model, written by `slim accuracy`; torch has no part in it. One boolean per item
-and width tuple; a tuple that was not measured is answered by its nearest neighbour.
+One boolean per item and width tuple; a tuple that was not measured is answered by its nearest neighbour. Its file is
+`accuracy_file.py`'s.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.core.types import WidthTuple
-
-TABLE_FILES = {"test": "accuracy.parquet", "held-out": "accuracy_heldout.parquet"}
-MOST_TABLE_BYTES = 64 << 20
-METADATA = b"slim_scheduler.accuracy"
 
 
 def tuple_name(widths: WidthTuple) -> str:
@@ -50,42 +45,6 @@ class AccuracyTable:
         self._top1 = {widths: float(right.mean()) for widths, right in self._columns.items()}
         self._nearest: dict[WidthTuple, WidthTuple] = {}
         self._priors: dict[WidthTuple, float] = {}
-
-    @classmethod
-    def load(cls, path: str | Path) -> AccuracyTable:
-        """Reads a table; a folder means the test table in it. Raises DataError, one line."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = Path(path)
-        path = path / TABLE_FILES["test"] if path.is_dir() else path
-        if not path.is_file():
-            raise DataError(f"accuracy table {path} is missing; run `slim accuracy --model {path.parent} --data DIR`")
-        if path.stat().st_size > MOST_TABLE_BYTES:
-            raise DataError(
-                f"accuracy table {path} has {path.stat().st_size} bytes, at most {MOST_TABLE_BYTES} are read"
-            )
-        try:
-            table = pq.read_table(path)
-            said = dict(pair.split("=", 1) for pair in table.schema.metadata[METADATA].decode().split("\n"))
-            columns = {
-                tuple(float(width) for width in name.split(",")): table.column(name).to_numpy()
-                for name in table.column_names
-            }
-            split, data, weights = said["split"], said["data"], said["weights_sha256"]
-        except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
-            raise DataError(f"{path} is no accuracy table ({error}); run `slim accuracy` again") from None
-        return cls(columns, split=split, data=data, weights_sha256=weights)
-
-    def write(self, path: str | Path) -> None:
-        """Writes the table as Parquet: one bit per item and tuple before compression."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        said = f"split={self.split}\ndata={self.data}\nweights_sha256={self.weights_sha256}"
-        table = pa.table({tuple_name(widths): self._columns[widths] for widths in self.tuples})
-        table = table.replace_schema_metadata({METADATA: said.encode()})
-        pq.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
 
     def correct(self, widths: WidthTuple) -> npt.NDArray[np.bool_]:
         """Right or wrong for each item, (items,), at a whole width tuple."""

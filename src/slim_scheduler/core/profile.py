@@ -7,7 +7,6 @@ concurrent batches slow each other, and how a busy device slows down, are curves
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -102,18 +101,3 @@ def _at(sizes: Sequence[int], seconds: Sequence[Seconds], size: int) -> Seconds:
     i = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
     slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
     return max(seconds[i - 1] + slope * (size - sizes[i - 1]), min(seconds))
-
-
-def read_profile(path: Path) -> Profile:
-    """Reads a profile's JSON. Raises ProfileError naming the file and what is wrong."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except FileNotFoundError:
-        raise ProfileError(f"profile {path} does not exist; write one with `slim measure`") from None
-    except msgspec.DecodeError as error:
-        raise ProfileError(f"profile {path}: {error}") from None
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

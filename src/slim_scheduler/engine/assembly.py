@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.config import Config, NetworkConfig
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError, DataError, ProfileError
@@ -71,6 +72,6 @@ def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profi
 def accuracy_if_measured(config: Config) -> AccuracyTable | None:
     """The accuracy per width tuple, where it was measured; else requests with an accuracy floor are refused."""
     try:
-        return AccuracyTable.load(config.model.path)
+        return read_accuracy(config.model.path)
     except DataError:
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.config import Config, ModelConfig
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
@@ -200,7 +201,7 @@ class _Labels(msgspec.Struct):
 def _accuracy(folder: Path) -> AccuracyTable | None:
     """What the model's widths are expected to get right; None where nobody measured it."""
     try:
-        return AccuracyTable.load(folder)
+        return read_accuracy(folder)
     except DataError:
         return None
 

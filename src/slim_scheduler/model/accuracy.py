@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
+from slim_scheduler.accuracy_file import TABLE_FILES, write_accuracy
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.data import ImageData, Images, held_out, load_data
@@ -57,7 +58,7 @@ def measure_folder(
             progress=partial(progress, split) if progress else None,
         )
         table = AccuracyTable(right, split=split, data=images.name, weights_sha256=manifest.weights_sha256)
-        table.write(folder / TABLE_FILES[split])
+        write_accuracy(table, folder / TABLE_FILES[split])
         tables[split] = table
     top1 = {split: {n: round(p / 100, 4) for n, p in t.percentages().items()} for split, t in tables.items()}
     checkpoint.write_manifest(folder, msgspec.structs.replace(manifest, accuracy=top1))

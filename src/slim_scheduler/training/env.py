@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config, load_config
-from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.observation import (
     UNKNOWN,
@@ -49,7 +49,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._scenarios = Scenarios(self._config)
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
-        self._accuracy = AccuracyTable.load(Path(self._config.model.path) / TABLE_FILES["held-out"])
+        self._accuracy = read_accuracy(Path(self._config.model.path) / TABLE_FILES["held-out"])
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator, default_rng
 
+from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config
-from slim_scheduler.core.accuracy import TABLE_FILES, AccuracyTable
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.networks import Network, build_network, softmax
 from slim_scheduler.core.router.observation import (
@@ -96,7 +96,7 @@ class Actor:
         self._training = config.training
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
-        self._accuracy = AccuracyTable.load(Path(config.model.path) / TABLE_FILES["held-out"])
+        self._accuracy = read_accuracy(Path(config.model.path) / TABLE_FILES["held-out"])
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
         self._rng: Generator

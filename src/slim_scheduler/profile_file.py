@@ -1,0 +1,23 @@
+"""Device profiles as JSON files in `profiles/`. What a profile means is `core/profile.py`'s."""
+
+from pathlib import Path
+
+import msgspec
+
+from slim_scheduler.core.errors import ProfileError
+from slim_scheduler.core.profile import Profile
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads a profile's JSON. Raises ProfileError naming the file and what is wrong."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        raise ProfileError(f"profile {path} does not exist; write one with `slim measure`") from None
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
