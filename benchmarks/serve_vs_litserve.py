@@ -46,7 +46,6 @@ OPEN_SECONDS = 6.0
 SHARE_OF_PEAK = 0.8
 OVERLOAD = 2.0
 TARGETS = {"smallest": 5.0, "cifar100": 0.97}
-SERVE = "from slim_scheduler.frontend.commands import register; import typer; a = typer.Typer(); register(a); a()"
 CONFIG = """
 [model]
 path = "{model}"
@@ -179,7 +178,7 @@ def _their_requests(port: int, images: list[Any]) -> list[bytes]:
 def _ours(model: Path, width: float, folder: Path, waiting: int) -> Iterator[int]:
     file = folder / "cluster.toml"
     file.write_text(CONFIG.format(model=model, width=width, batch=MAX_BATCH, waiting=waiting))
-    command = [sys.executable, "-c", SERVE, "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
+    command = [sys.executable, "-m", "slim_scheduler", "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
     with _process(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         found = re.search(r":(\d+)", line)

@@ -40,9 +40,6 @@ name = "{router}"
 STARTED = re.compile(
     r"serving (\S+) on (https?)://(\S+?):(\d+)(?:, gRPC on \S+?:(\d+))?(?:, management on \S+?:(\d+))?$"
 )
-PROGRAM = (
-    "from slim_scheduler.frontend.commands import register; import typer; app = typer.Typer(); register(app); app()"
-)
 
 
 class Running(msgspec.Struct):
@@ -71,7 +68,18 @@ def serving(
     values = {"model": ROOT / "models/digits", "router": "jsq:0.5", "waiting": 2000, "slowdown": 1.0}
     file = folder / "cluster.toml"
     file.write_text(CONFIG.format(**values | (config or {})))
-    command = [sys.executable, "-c", PROGRAM, "serve", "--config", str(file), "--port", "0", "--grpc-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "slim_scheduler",
+        "serve",
+        "--config",
+        str(file),
+        "--port",
+        "0",
+        "--grpc-port",
+        "0",
+    ]
     process = subprocess.Popen(
         [*command, "--management-port", "0", *options],
         stdout=subprocess.PIPE,
@@ -87,7 +95,7 @@ def serving(
     try:
         line = process.stdout.readline().strip()
         started = STARTED.fullmatch(line)
-        assert started, f"the server did not start: {line} {errors}"
+        assert started, f"the server did not start, exit {process.wait(20)}: {line} {errors}"
         running = Running(process, int(started[4]), int(started[5] or 0), int(started[6] or 0), errors)
         yield running
     finally:
