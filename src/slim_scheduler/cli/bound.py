@@ -53,6 +53,7 @@ def frontier(
     if out is not None:
         from slim_scheduler.report.bound_figure import write_bound_figure
 
+        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "frontier.json", content)
         write_bound_figure(points, out / "frontier.svg")
     if as_json:

@@ -10,7 +10,7 @@ MOST_LABELS = 10
 
 
 def write_bound_figure(points: Sequence[FrontierPoint], path: Path) -> None:
-    """Writes an image of the kind that the name says; folders are made."""
+    """Writes an image of the kind that the name says."""
     feasible = [(p.load_items_s, p.plan) for p in points if p.plan is not None]
     by_load = {load: [plan for at, plan in feasible if at == load] for load, _ in feasible}
     with drawing() as figure:
@@ -27,5 +27,4 @@ def write_bound_figure(points: Sequence[FrontierPoint], path: Path) -> None:
         right.set(xlabel="accuracy, %", ylabel="least energy, J per item")
         if 0 < len(by_load) <= MOST_LABELS:
             right.legend()
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -1,0 +1,98 @@
+"""The reference cluster's scripts: profiles follow their formulas, and a shrunk calibration runs to its table."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slim_scheduler.config import config_from, load_config
+from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.shape import shape_of
+from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.profile_file import read_profile
+
+REFERENCE = Path("examples/reference")
+SMALL = Architecture(
+    item_shape=(1, 8, 8),
+    classes=10,
+    channels=(16, 16, 16, 16),
+    blocks=(1, 1, 1, 1),
+    strides=(1, 1, 2, 2),
+    stem_channels=16,
+    channels_per_group=4,
+)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(REFERENCE), *sys.path])
+    import calibrate
+    import derive_profiles
+
+    return derive_profiles, calibrate
+
+
+@pytest.fixture
+def network(tmp_path) -> Path:
+    manifest = {
+        "shape": msgspec.to_builtins(shape_of(SlimResNet(SMALL, "small"))),
+        "architecture": msgspec.to_builtins(SMALL),
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def test_a_batch_takes_its_launches_and_its_share_of_the_peaks(scripts):
+    derive_profiles, _ = scripts
+    card = derive_profiles.Card("made-up", "Made Up", 2e9, 1e6, 1 << 30, 100.0, 10.0)
+    work = derive_profiles.Work(kernels=10, weight_bytes=1000, macs=1e6, moved_bytes=500)
+    # 10 launches of 10 us; at half the peaks, 8 x 2e6 operations at 1e9/s and 1000 + 8 x 500 bytes at 5e5/s.
+    seconds = derive_profiles.batch_seconds(card, work, 8, 0.5)
+    assert seconds == pytest.approx(100e-6 + 16e-3 + 10e-3)
+
+
+def test_the_shipped_profiles_are_what_the_formulas_give(scripts):
+    derive_profiles, _ = scripts
+    for card in derive_profiles.CARDS:
+        shipped = read_profile(Path("profiles", f"{card.name}.json"))
+        assert f"efficiency of peak {derive_profiles.EFFICIENCY:g}," in shipped.notes
+        assert "not measured" in shipped.source
+        assert shipped.power.y == pytest.approx((card.idle_power, 0.82 * card.board_power, card.board_power))
+
+
+def test_the_slow_card_is_nearer_to_its_memorys_ratio_than_to_its_arithmetics(scripts):
+    derive_profiles, _ = scripts
+    fast, slow = (read_profile(Path("profiles", f"{card.name}.json")) for card in derive_profiles.CARDS)
+    ratio = derive_profiles.speed_ratio(fast, slow)
+    assert abs(ratio - 336 / 616) < abs(ratio - 5.6 / 13.4)
+
+
+def test_a_shrunk_calibration_runs_and_the_next_guess_is_better_informed(scripts, network):
+    _, calibrate = scripts
+    tree = {
+        "model": {"path": str(network)},
+        "servers": [
+            {"name": "fast", "device": "rtx-2080-ti", "credit_tasks": 64},
+            {"name": "slow", "device": "gtx-980-ti", "credit_tasks": 64},
+        ],
+        "dispatch": {"max_waiting_items": 10_000_000, "max_activation_mib": 1e9},
+        "network": {"activations": False},
+    }
+    parameters = calibrate.Parameters(rate=4000.0, duration=2.0, efficiency=0.0002)
+    found = calibrate.measure(config_from(tree), parameters, [0], "jsq:0.25", scale=0.5)
+    assert 0 < found["ratio"] < 1
+    assert found["block latency"] > 0
+    text = calibrate.table(found)
+    assert "NOT within its tolerance" in text
+    assert "predicted" in text
+    # Too few completions and too short a wait: a longer run is proposed.
+    assert calibrate.improved(parameters, found).duration > parameters.duration
+
+
+def test_the_reference_configurations_are_valid():
+    loads = {name: load_config(REFERENCE / f"{name}.toml").workload.rate for name in ("cluster", "below", "wifi")}
+    assert loads["wifi"] < loads["below"]
+    balanced = load_config(REFERENCE / "balanced.toml", ('servers=[{name="a", device="cpu"}]',)).reward
+    assert load_config(REFERENCE / "cluster.toml").reward == balanced == load_config(REFERENCE / "below.toml").reward
