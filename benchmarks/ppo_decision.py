@@ -13,11 +13,10 @@ import numpy as np
 
 from slim_scheduler.config import load_config
 from slim_scheduler.core.messages import Message
-from slim_scheduler.core.router.learned import load_router
 from slim_scheduler.core.router.networks import build_network
 from slim_scheduler.core.router.observation import build_encoder
-from slim_scheduler.core.router.policy_folder import read_policy
 from slim_scheduler.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.policy_file import load_router, read_policy
 from slim_scheduler.sim.host import Simulation
 
 CONFIG, POLICY = Path("examples/demo/cluster.toml"), Path("examples/demo/policies/balanced")

@@ -117,7 +117,7 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
     if kind == "ppo" and argument:
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        from slim_scheduler.core.router.learned import load_router  # safetensors, which most routers do not need
+        from slim_scheduler.policy_file import load_router  # safetensors, which most routers do not need
 
         return load_router(Path(argument), router_facts(config, shape, profiles), name, config.router.sample)
     if name in ("slackfit", "reward-greedy", "lp"):

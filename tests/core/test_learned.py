@@ -9,12 +9,12 @@ import torch
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.messages import RouterFellBack
-from slim_scheduler.core.router.learned import LearnedRouter, load_router
+from slim_scheduler.core.router.learned import LearnedRouter, PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes, build_network
 from slim_scheduler.core.router.observation import Observation, build_encoder, full_batch_time
-from slim_scheduler.core.router.policy_folder import PolicyManifest, write_policy
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.machines import build_dispatcher, build_router, load_profiles, load_shape, router_facts
+from slim_scheduler.policy_file import load_router, write_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.networks import Inputs, PolicyNetwork
 from tests.training.clusters import training_cluster

@@ -13,7 +13,7 @@ import tomli_w
 
 from slim_scheduler.config import load_config
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.router.policy_folder import read_policy
+from slim_scheduler.policy_file import read_policy
 from slim_scheduler.training.curves import UpdateReport, warnings
 from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Actor, Order

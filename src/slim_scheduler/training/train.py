@@ -16,10 +16,11 @@ import torch
 
 from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.learned import PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes
 from slim_scheduler.core.router.observation import build_encoder, full_batch_time
-from slim_scheduler.core.router.policy_folder import PolicyManifest, write_policy
 from slim_scheduler.interruption import deferred
+from slim_scheduler.policy_file import write_policy
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
 from slim_scheduler.training.curves import Curves, UpdateReport, describe
 from slim_scheduler.training.networks import PolicyNetwork

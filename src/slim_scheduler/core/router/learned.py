@@ -5,22 +5,53 @@ softmax. Exploration (eq. 5) belongs to training and is 0 here. What a policy ca
 guard falls back and counts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
-from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.random import Generator
 
-from slim_scheduler.core.errors import RouterError
+from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.networks import Network, build_network, softmax
+from slim_scheduler.core.router.networks import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation, build_encoder
-from slim_scheduler.core.router.policy_folder import PolicyManifest, read_policy
 from slim_scheduler.core.telemetry import View
-from slim_scheduler.core.types import Decision, Width
+from slim_scheduler.core.types import Decision, Seconds, Width
 
+FORMAT = 1  # of the policy's files
 DECIMALS = 4  # float32 products differ between processors in the seventh digit
+
+
+class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy was made for. `batch_time` is the unit of its times; `training` and `reward` are for readers."""
+
+    format: int = FORMAT
+    kind: Literal["paper", "extended"]
+    network: str
+    segments: int
+    widths: tuple[Width, ...]
+    groups: tuple[int, ...]
+    sizes: NetworkSizes
+    batch_time: Seconds
+    sha256: str = ""
+    reward: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+
+    def check_fits(self, facts: RouterFacts, name: str) -> None:
+        """Raises CheckpointError where the policy is for another network or other choices."""
+        shape = facts.shape
+        for what, mine, theirs in (
+            ("network", self.network, shape.name),
+            ("segments", self.segments, shape.segments),
+            ("widths", self.widths, shape.widths),
+            ("groups", self.groups, facts.groups),
+        ):
+            if mine != theirs:
+                raise CheckpointError(
+                    f"{name} is for {what} {mine}, but this run has {theirs}; train one with `slim train`"
+                )
 
 
 class LearnedRouter:
@@ -56,19 +87,20 @@ class LearnedRouter:
         )
 
 
-def load_router(path: Path, facts: RouterFacts, name: str = "", sample: bool = False) -> LearnedRouter:
-    """The router of a policy folder in a run with these facts.
+def learned_router(
+    manifest: PolicyManifest, parameters: Mapping[str, Floats], facts: RouterFacts, name: str, sample: bool = False
+) -> LearnedRouter:
+    """The router of a trained policy in a run with these facts.
 
     Raises CheckpointError for a policy of another network. One of kind `paper` that knows another number of servers
-    loads, and then raises RouterError at each decision.
+    is built, and then raises RouterError at each decision.
     """
-    manifest, parameters = read_policy(path)
-    manifest.check_fits(facts, path)
+    manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
     encoder = build_encoder(manifest.kind, facts, manifest.batch_time)
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
-    return LearnedRouter(name or f"ppo:{path}", network, encoder, manifest.widths, manifest.groups, sample)
+    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample)
 
 
 class _OtherCluster:

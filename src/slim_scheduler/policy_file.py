@@ -1,55 +1,22 @@
 """A trained policy on disk: `policy.safetensors` and the manifest that says what it is for. No pickle.
 
-Written by training, read by the learned router and by `slim doctor`. A folder whose parts do not agree, or that is for
-another network, is refused with what differs.
+Written by training, read for the learned router. A folder whose parts do not agree, or that is for another network, is
+refused with what differs.
 """
 
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
 
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.networks import NetworkSizes
+from slim_scheduler.core.router.learned import FORMAT, LearnedRouter, PolicyManifest, learned_router
 from slim_scheduler.core.router.observation import Floats
-from slim_scheduler.core.types import Seconds, Width
 
 WEIGHTS, MANIFEST = "policy.safetensors", "manifest.json"
-FORMAT = 1
-
-
-class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy was made for. `batch_time` is the unit of its times; `training` and `reward` are for readers."""
-
-    format: int = FORMAT
-    kind: Literal["paper", "extended"]
-    network: str
-    segments: int
-    widths: tuple[Width, ...]
-    groups: tuple[int, ...]
-    sizes: NetworkSizes
-    batch_time: Seconds
-    sha256: str = ""
-    reward: dict[str, Any] = {}
-    training: dict[str, Any] = {}
-
-    def check_fits(self, facts: RouterFacts, path: Path) -> None:
-        """Raises CheckpointError where the policy is for another network or other choices."""
-        shape = facts.shape
-        for name, mine, theirs in (
-            ("network", self.network, shape.name),
-            ("segments", self.segments, shape.segments),
-            ("widths", self.widths, shape.widths),
-            ("groups", self.groups, facts.groups),
-        ):
-            if mine != theirs:
-                raise CheckpointError(
-                    f"policy {path} is for {name} {mine}, but this run has {theirs}; train one with `slim train`"
-                )
 
 
 def write_policy(folder: Path, manifest: PolicyManifest, parameters: dict[str, Floats]) -> None:
@@ -90,3 +57,9 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
     if found != manifest.sizes.shapes():
         raise CheckpointError(f"policy {folder}: its tensors do not have the sizes of its manifest; train it again")
     return manifest, parameters
+
+
+def load_router(path: Path, facts: RouterFacts, name: str = "", sample: bool = False) -> LearnedRouter:
+    """The router of a policy folder in a run with these facts. Raises CheckpointError."""
+    manifest, parameters = read_policy(path)
+    return learned_router(manifest, parameters, facts, name or f"ppo:{path}", sample)
