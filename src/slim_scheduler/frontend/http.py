@@ -100,7 +100,7 @@ class HttpFront:
                 held += len(body)
             json_length = _length(headers, b"inference-header-content-length")
             call = decode_infer(body, json_length, served.card, limits)
-            answer = await self._service.infer(served, call)
+            answer = await self._service.infer(served, call, _traceparent(headers))
             reply, json_length = encode_answer(call, answer, served.card)
         except asyncio.CancelledError:
             if connection is not None and connection.gone:
@@ -133,9 +133,8 @@ class HttpFront:
     ) -> None:
         self.responses[status] = self.responses.get(status, 0) + 1
         fields.append((b"content-length", b"%d" % len(body)))
-        trace = headers.get(b"traceparent")
-        if trace is not None and TRACEPARENT.fullmatch(trace):
-            fields.append((b"traceparent", trace))
+        if b"traceparent" in headers and (trace := _traceparent(headers)):
+            fields.append((b"traceparent", trace.encode()))
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 
@@ -147,6 +146,11 @@ def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:
     if not text.isdigit() or len(text) > MOST_DIGITS:
         raise invalid(f"{name.decode().title()} is {quote(text.decode('latin-1'))}; it must be a whole number")
     return int(text)
+
+
+def _traceparent(headers: dict[bytes, bytes]) -> str:
+    trace = headers.get(b"traceparent", b"")
+    return trace.decode() if trace and TRACEPARENT.fullmatch(trace) else ""
 
 
 def _check_repeats(headers: HeaderList) -> None:

@@ -79,7 +79,8 @@ class InferenceRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: igno
 
     @_rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:  # noqa: N802
-        return await self._infer(request, context.time_remaining())
+        metadata = dict(context.invocation_metadata() or ())
+        return await self._infer(request, context.time_remaining(), str(metadata.get("traceparent", "")))
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Several requests of one stream run at the same time; answers keep the order of the requests."""
@@ -113,10 +114,10 @@ class InferenceRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: igno
             response = pb.ModelInferResponse(id=request.id)
             return pb.ModelStreamInferResponse(error_message=refusal.message, infer_response=response)
 
-    async def _infer(self, request: Any, remaining: float | None) -> Any:
+    async def _infer(self, request: Any, remaining: float | None, traceparent: str = "") -> Any:
         served = self._service.repository.find(request.model_name, request.model_version)
         call = call_of(request, remaining, served.card, self._limits)
-        return response_of(call, await self._service.infer(served, call), served.card)
+        return response_of(call, await self._service.infer(served, call, traceparent), served.card)
 
     # ---- state and documents
 

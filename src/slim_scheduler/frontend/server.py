@@ -33,6 +33,7 @@ from slim_scheduler.frontend.repository import Build, Repository
 from slim_scheduler.frontend.routes import management_routes, public_routes
 from slim_scheduler.frontend.rpc import start_rpc
 from slim_scheduler.frontend.service import Service
+from slim_scheduler.frontend.tracing import tracer_from_environment
 
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
@@ -72,7 +73,8 @@ async def running(
     """A running server, ready when entered and drained when left. Yields the ports it really has."""
     access.check()
     limits = limits or Limits()
-    service = Service(Repository(config, _builder(seed), layout, limits.items))
+    repository = Repository(config, _builder(seed), layout, limits.items)
+    service = Service(repository, trace=tracer_from_environment())
     await service.start()
     gc.collect()
     gc.freeze()  # what is loaded now stays: no need to look at it in every collection

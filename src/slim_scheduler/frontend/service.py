@@ -21,6 +21,7 @@ from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.encode import Answer
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.repository import Repository, Served
+from slim_scheduler.frontend.tracing import Trace
 
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import InferenceResult
@@ -45,7 +46,8 @@ class State(Enum):
 class Service:
     """The server's side of the protocol, without the wire."""
 
-    def __init__(self, repository: Repository, name: str = PLATFORM) -> None:
+    def __init__(self, repository: Repository, name: str = PLATFORM, trace: Trace | None = None) -> None:
+        self._trace = trace
         self.repository = repository
         self.name = name
         self.version = installed_version("slim-scheduler")
@@ -57,7 +59,7 @@ class Service:
 
     # ---- inference
 
-    async def infer(self, served: Served, call: InferenceCall) -> Answer:
+    async def infer(self, served: Served, call: InferenceCall, traceparent: str = "") -> Answer:
         """Runs one call on a model. Raises Refusal for every outcome but an answer."""
         if self.state is not State.SERVING or not served.engine.running:
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
@@ -79,6 +81,14 @@ class Service:
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
+            if self._trace is not None:
+                attributes: dict[str, str | int | float] = {
+                    "slim.model": served.card.name,
+                    "slim.items": len(call.items),
+                    "slim.outcome": outcome,
+                }
+                status = 200 if outcome is Outcome.ANSWERED else int(Kind.UNAVAILABLE)
+                self._trace(traceparent, now - began, status, attributes)
 
     def _account(self, served: Served, items: Any) -> None:
         table, observer = served.accuracy, served.observer
