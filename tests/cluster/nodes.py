@@ -3,6 +3,7 @@
 Both give an address for the router and the command that runs a program where the router would run.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,10 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
-NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+# The router's machine has room for all servers, the others for two: whichever is removed, its servers find a place.
+SLOTS, FIRST_SLOTS = 2, 3
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+HEALTH = {"health_check_period_ms": 1000}  # Ray gives up a machine after five failed checks
 RATE, DELAY = "433mbit", "1ms"  # Wi-Fi 5; the delay each way
 SWITCH = "slim-switch"
 CURRENT = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
@@ -37,7 +41,8 @@ class LocalNodes:
     def __init__(self, machines: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self._cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        head = {**NODE, "resources": {"slot": FIRST_SLOTS}, "include_dashboard": False, "_system_config": HEALTH}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self.router: list[str] = []
         for _ in range(machines - 1):
@@ -45,7 +50,7 @@ class LocalNodes:
         self._cluster.wait_for_nodes()
 
     def add(self) -> None:
-        self._cluster.add_node(wait=False, **{k: v for k, v in NODE.items() if k != "include_dashboard"})
+        self._cluster.add_node(wait=False, resources={"slot": SLOTS}, **NODE)
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -83,7 +88,10 @@ class NamespaceNodes:
         for device in ("lo", f"slim{i}"):
             ip("-n", name, "link", "set", device, "up")
         self._shape(name, f"slim{i}")
-        role = ["--head", "--port=6379", "--include-dashboard=false"] if i == 0 else [f"--address={self.address}"]
+        role = [f"--address={self.address}"]
+        if i == 0:
+            role = ["--head", "--port=6379", "--include-dashboard=false", f"--system-config={json.dumps(HEALTH)}"]
+        role.append(f"--resources={json.dumps({'slot': SLOTS if i else FIRST_SLOTS})}")
         ray = [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"]
         ray += [f"--num-cpus={NODE['num_cpus']}", f"--object-store-memory={NODE['object_store_memory']}"]
         with open(f"{self._folder}/{name}.log", "wb") as log:

@@ -40,12 +40,9 @@ def told(machines: Nodes) -> dict[str, Any]:
 def run(machines: Nodes, *faults: str, limit: float = 300.0) -> dict[str, Any]:
     command = [*machines.router, *PROGRAM, machines.address, *faults]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(last_json(done.stdout))
-
-
-def last_json(output: str) -> str:
-    return [line for line in output.splitlines() if line.startswith("{")][-1]  # Ray's daemons print there too
+    said = [line for line in done.stderr.splitlines() if "raylet" not in line and "state-dump" not in line]
+    assert done.returncode == 0, "\n".join(said[-40:])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # Ray prints there too
 
 
 def check_ledger(told: dict[str, Any]) -> None:
@@ -64,7 +61,7 @@ def check_faults(told: dict[str, Any], kind: str) -> None:
     faults = [fault for fault in told["faults"] if fault["kind"] == kind]
     assert faults
     for fault in faults:
-        assert fault["detected"] < 1.0
+        assert fault["detected"] < 1.0 + 2 * fault["stalled"], "a router that slept itself forgives that much silence"
         assert fault["back"] is not None
         assert fault["back"] < 3.0
 
@@ -94,7 +91,7 @@ def test_no_answer_comes_later_than_the_deadline_allows(told):
 @pytest.mark.parametrize("attempt", range(2))
 def test_killed_router_leaves_no_servers_behind_and_starts_again_without_a_hand(machines, attempt):
     with serving(machines.router, machines.address) as router:
-        servers = json.loads(router.stdout.readline()).values()
+        servers = processes(router)
         assert all(alive(process) for process in servers)
         router.kill()
     assert_gone(servers, within=20.0)
@@ -102,7 +99,7 @@ def test_killed_router_leaves_no_servers_behind_and_starts_again_without_a_hand(
 
 def test_killed_router_takes_the_cluster_it_started_along():
     with serving([], "local") as router:
-        servers = json.loads(router.stdout.readline()).values()
+        servers = processes(router)
         daemons = {parent(process) for process in servers}
         router.kill()
     assert_gone([*servers, *daemons], within=20.0)
@@ -165,6 +162,13 @@ class serving:  # noqa: N801
         self._process.wait(20)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def processes(router: "subprocess.Popen[str]") -> list[int]:
+    """The servers' processes, which the program prints when it is ready."""
+    assert router.stdout is not None
+    line = next(line for line in router.stdout if line.startswith("{"))
+    return list(json.loads(line).values())
 
 
 def alive(process: int) -> bool:

@@ -81,6 +81,11 @@ class ClusterEngine(SlimEngine):
     def memory_used(self) -> dict[ServerName, Bytes]:
         return {name: server.memory_used for name, server in self._host.remotes.items()}
 
+    @property
+    def processes(self) -> dict[ServerName, int]:
+        """Each server's process, on the machine where it runs."""
+        return {name: server.place.process for name, server in self._host.remotes.items()}
+
     # ---- inside
 
     @staticmethod
