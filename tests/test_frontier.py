@@ -12,7 +12,7 @@ from slim_scheduler.cli import app
 from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.frontier import distance, frontier, program
+from slim_scheduler.frontier import distance, distances, frontier, program
 from slim_scheduler.machines import load_profiles, load_shape
 from slim_scheduler.profile_file import write_profile
 from tests.core.facts import SHAPE, server
@@ -85,6 +85,14 @@ def test_how_far_a_run_is_from_the_bound(config):
     assert found.accuracy == pytest.approx(0.1)
     assert found.energy == pytest.approx(4.2 / 3.5 - 1)
     assert distance(asked, {**summary, "throughput_items_s": 120.0}).accuracy is None
+
+
+def test_routers_are_judged_by_the_mean_of_their_runs(config):
+    runs = [{"throughput_items_s": 50.0, "accuracy": a, "energy_per_item_j": 4.2} for a in (0.75, 0.85)]
+    unknown = [{**runs[0], "accuracy": None}, runs[1]]
+    found = distances(config, {"seen": runs, "unseen": unknown})
+    assert found["seen"].accuracy == pytest.approx(0.1)
+    assert found["unseen"].accuracy is None
 
 
 def test_the_command_prints_the_points_and_writes_the_figure(config, tmp_path):

@@ -5,7 +5,8 @@ highest mean accuracy at a load with the least energy there, the energy at lower
 them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from slim_scheduler.core.plan import Plan, PlanProgram
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Joules, ServerName
-from slim_scheduler.machines import router_facts
+from slim_scheduler.machines import load_profiles, load_shape, router_facts
 
 LOAD_STEPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # of the highest load, where nobody names others
 
@@ -131,3 +132,22 @@ def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
         accuracy=best.accuracy - had,
         energy=None if cheapest is None else used / cheapest.energy_per_item - 1,
     )
+
+
+def distances(config: Config, summaries: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Distance]:
+    """Every router's distance, by the means of its runs. Raises InputError without profiles or accuracy table."""
+    from slim_scheduler.accuracy_file import read_accuracy
+
+    shape = load_shape(config)
+    accuracy = read_accuracy(Path(config.model.path))
+    asked = program(config, shape, load_profiles(config, shape), accuracy)
+    keys = ("throughput_items_s", "accuracy", "energy_per_item_j")
+    return {
+        router: distance(asked, {key: _mean([run[key] for run in runs]) for key in keys})
+        for router, runs in summaries.items()
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,7 +1,8 @@
 """`slim frontier`: the bound as a table, a figure or JSON."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +11,7 @@ from slim_scheduler.cli.running import read_config
 from slim_scheduler.cli.terminal import console, print_json
 
 if TYPE_CHECKING:
+    from slim_scheduler.config import Config
     from slim_scheduler.frontier import FrontierPoint
 
 
@@ -79,4 +81,27 @@ def _print_table(points: "list[FrontierPoint]") -> None:
         means = [sum(w * s for (_, w), s in by.items()) for _, by in sorted(point.plan.shares().items())]
         mean_widths = " ".join(f"{mean:.2f}" for mean in means)
         table.add_row(*load, f"{100 * point.plan.accuracy:.2f}", f"{point.plan.energy_per_item:.4g}", mean_widths)
+    console().print(table)
+
+
+def print_distances(config: "Config", summaries: "Mapping[str, Sequence[dict[str, Any]]]") -> None:
+    """How far each router of a comparison is from the bound; a line where that cannot be said."""
+    from rich.table import Table
+
+    from slim_scheduler.core.errors import InputError
+    from slim_scheduler.frontier import distances
+
+    try:
+        found = distances(config, summaries)
+    except InputError as error:
+        console().print(f"[dim]distance from the bound: {error}[/dim]", soft_wrap=True)
+        return
+    table = Table(title="Distance from the bound (slim frontier) at the load each carried", title_justify="left")
+    table.add_column("router")
+    for name in ("items/s", "accuracy below the best, points", "energy above the least at its accuracy"):
+        table.add_column(name, justify="right")
+    for router, far in found.items():
+        points = "beyond it" if far.accuracy is None else f"{100 * far.accuracy:.2f}"
+        energy = "" if far.energy is None else f"{far.energy:+.0%}"
+        table.add_row(router, f"{far.load_items_s:,.0f}", points, energy)
     console().print(table)

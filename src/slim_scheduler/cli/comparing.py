@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slim_scheduler.cli.bound import print_distances
 from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, Seed, examples
 from slim_scheduler.cli.running import print_comparison, read_config
 from slim_scheduler.cli.terminal import console, progress
@@ -55,6 +56,10 @@ def compare(
         runs = run_live(settings, plan, show) if live else run_simulated(settings, plan, workers, show)
         finished, interrupted = _until_interrupted(runs)
     _conclude(names, finished, out, as_json, "Slim Scheduler comparison")
+    if not as_json and finished:
+        whole = [run for run in finished if not run.summary["interrupted"]]
+        ran = dict.fromkeys(run.trial.router for run in whole)
+        print_distances(settings, {router: [r.summary for r in whole if r.trial.router == router] for router in ran})
     if interrupted:
         raise KeyboardInterrupt
 
