@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from slim_scheduler.cli import bound, comparing, machine, model, running, training
-from slim_scheduler.frontend import commands as serving
+from slim_scheduler.cli import bound, comparing, machine, model, running, serving, training
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -27,7 +26,7 @@ running.add(app)
 comparing.add(app)
 bound.add(app)
 training.add(app)
-serving.register(app)
+serving.add(app)
 machine.add(app)
 
 

@@ -1,7 +1,4 @@
-"""`slim serve` and `slim load`, registered on the command line's app.
-
-Only names and options are here; what they do is imported when they run, so that `slim --help` starts at once.
-"""
+"""`slim serve` and `slim load`: the server, and load on a running one."""
 
 import json
 import logging
@@ -11,14 +8,26 @@ from typing import Annotated
 
 import typer
 
+from slim_scheduler.cli.options import examples
+
 HTTP_PORT = 8000
 GRPC_PORT = 8001
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands to the app."""
-    app.command()(serve)
-    app.command()(load)
+def add(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "slim serve --config examples/demo/cluster.toml",
+            "slim serve -c examples/demo/cluster.toml --router ppo:examples/demo/policies/balanced --port 8080",
+            "SLIM_TOKEN=... slim serve -c cluster.toml --host 0.0.0.0 --allow-host gpu.example.org",
+        )
+    )(serve)
+    app.command(
+        epilog=examples(
+            "slim load --rate 200 --duration 10 --deadline-ms 200",
+            "slim load --url grpc://127.0.0.1:8001 --concurrency 32 --json",
+        )
+    )(load)
 
 
 def serve(
