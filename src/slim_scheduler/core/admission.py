@@ -1,7 +1,7 @@
 """Which arrivals are taken, and which widths a request's constraints leave to the router.
 
-Owns the waiting limit, the estimate of when to come back, and the resolution of fixed widths and accuracy floors. The
-dispatcher asks; nothing here changes an item.
+Owns the waiting limit, the estimates of when to come back and of whether a deadline can be kept, and the resolution of
+fixed widths and accuracy floors. The dispatcher asks; nothing here changes an item.
 """
 
 from itertools import product
@@ -10,6 +10,10 @@ from typing import Protocol
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
 
+DEADLINE_SHARE = 0.7  # of the time to the deadline that may be filled: the rest is for what varies
+WINDOW: Seconds = 0.1  # of one look at the capacity, if it saw enough answers
+LEAST_ANSWERS = 16
+LONGEST_WINDOW: Seconds = 2.0
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
 
 
@@ -17,6 +21,37 @@ class AccuracyPrior(Protocol):
     """Measured top-1 accuracy in [0, 1] of a complete width tuple."""
 
     def top1(self, widths: WidthTuple) -> float: ...
+
+
+class Capacity:
+    """How many items per second are answered while work waits, which is all that can be.
+
+    Only windows in which every arrival found work waiting count: otherwise the rate is that of the arrivals.
+    """
+
+    def __init__(self) -> None:
+        self._start: Seconds = 0.0
+        self._count = 0
+        self._always_waiting = False
+        self._rate: float | None = None
+
+    def arrived(self, waiting: int) -> None:
+        if not waiting:
+            self._always_waiting = False
+
+    def completed(self, now: Seconds) -> None:
+        self._count += 1
+        elapsed = now - self._start
+        if elapsed < WINDOW or (self._count < LEAST_ANSWERS and elapsed < LONGEST_WINDOW):
+            return
+        if self._always_waiting:
+            rate = self._count / elapsed
+            self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
+        self._start, self._count, self._always_waiting = now, 0, True
+
+    def wait(self, in_flight: int) -> Seconds | None:
+        """How long what was taken takes to end (Little's law). None: never been at capacity."""
+        return in_flight / self._rate if self._rate else None
 
 
 class Admission:
@@ -30,9 +65,13 @@ class Admission:
         self._window_start: Seconds = 0.0
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
+        self._capacity = Capacity()
 
-    def refuse(self, request: Request, waiting: int, now: Seconds) -> tuple[str, Seconds | None] | None:
-        """Why a request cannot be taken, and when to try again if that would help. None: take it."""
+    def refuse(self, request: Request, waiting: int, in_flight: int, now: Seconds) -> tuple[str, Seconds | None] | None:
+        """Why a request cannot be taken, and when to try again if that would help. None: take it.
+
+        `waiting` counts tasks in the global FIFO, `in_flight` all items that were taken and have not ended.
+        """
         if request.constraints is not None:
             wrong = self._unmet(request.constraints)
             if wrong is not None:
@@ -41,7 +80,19 @@ class Admission:
             reason = f"{waiting} items wait and {len(request.items)} more came; the limit is {self._max_waiting}"
             least, most = RETRY_AFTER_RANGE
             return reason, max(least, min(most, waiting / self._rate if self._rate else most))
+        self._capacity.arrived(waiting)
+        if request.deadline is not None and waiting:
+            return self._too_late(request.deadline - now, in_flight)
         return None
+
+    def _too_late(self, slack: Seconds, in_flight: int) -> tuple[str, Seconds | None] | None:
+        """Work that would miss its deadline is not taken: beyond the peak, a FIFO would let all of it expire."""
+        wait = self._capacity.wait(in_flight)
+        if wait is None or wait <= DEADLINE_SHARE * slack:
+            return None
+        least, most = RETRY_AFTER_RANGE
+        reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
+        return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
 
     def widths(self, segment: int, bounds: tuple[Constraints, WidthTuple] | None) -> tuple[Width, ...]:
         """The widths a decision may choose. `bounds` pairs the constraints with the widths that ran so far."""
@@ -59,6 +110,7 @@ class Admission:
             self._rate = self._window_count / elapsed
             self._window_start, self._window_count = now, 0
         self._window_count += 1
+        self._capacity.completed(now)
 
     def _unmet(self, constraints: Constraints) -> str | None:
         shape = self._shape

@@ -196,7 +196,7 @@ class Dispatcher:
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
-        refusal = self._admission.refuse(request, len(self._fifo), now)
+        refusal = self._admission.refuse(request, len(self._fifo), len(self._ledger.items), now)
         if refusal is not None:
             self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
             return

@@ -1,0 +1,51 @@
+"""Beyond the peak, work that would miss its deadline is not taken; below it, everything is."""
+
+from slim_scheduler.core.admission import Admission
+from slim_scheduler.core.types import Request
+from tests.core.networks import SHAPE
+
+PERIOD = 0.01  # one answer every 10 ms: 100 items per second
+
+
+def request(deadline: float | None, now: float = 0.0) -> Request:
+    return Request(0, (0,), now, deadline)
+
+
+def answered_for(admission: Admission, seconds: float, waiting: int) -> float:
+    """A server at work, with an arrival before each answer; returns the time after."""
+    now = 0.0
+    for i in range(round(seconds / PERIOD)):
+        now = (i + 1) * PERIOD
+        assert admission.refuse(request(None), waiting, waiting + 1, now) is None
+        admission.completed(now)
+    return now
+
+
+def test_what_would_be_late_is_refused_with_the_time_it_would_take():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=5)
+    assert admission.refuse(request(now + 0.5), 5, 10, now) is None  # 10 items take 0.1 s
+    refusal = admission.refuse(request(now + 0.5), 5, 100, now)  # 100 take 1 s
+    assert refusal is not None
+    reason, retry_after = refusal
+    assert "1000 ms of work wait" in reason
+    assert retry_after is not None
+    assert 0.1 <= retry_after <= 1.0
+
+
+def test_work_without_a_deadline_is_taken_however_much_waits():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=5)
+    assert admission.refuse(request(None), 900, 999, now) is None
+
+
+def test_the_rate_of_quiet_times_says_nothing_about_capacity():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=0)
+    assert admission.refuse(request(now + 0.01), 50, 900, now) is None
+
+
+def test_nothing_is_refused_while_nothing_waits():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=5)
+    assert admission.refuse(request(now + 0.01), 0, 900, now) is None
