@@ -17,7 +17,7 @@ from slim_scheduler.engine.cluster.engine import ClusterEngine  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # They wait instead of computing, so that the cores are not the limit.
-WAITING = {"slowdown": 60.0, "max_batch": 16}
+WAITING = {"slowdown": 60.0, "max_batch": 8}
 SEEN = 5.0  # seconds that throughput is taken over
 
 
@@ -28,7 +28,7 @@ async def test_fourth_server_raises_throughput_by_its_share_and_leaves_without_a
     watch = Watch()
     engine = ClusterEngine(msgspec.structs.replace(config, servers=three), NETWORK, SHAPE, recorder=watch)
     await engine.start()
-    crowd = Crowd(engine, clients=320)
+    crowd = Crowd(engine, clients=480)
     before = await crowd.throughput()
     await engine.add_server(fourth)
     await crowd.throughput(1.0)  # it loads its instances

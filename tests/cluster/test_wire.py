@@ -18,7 +18,7 @@ def test_messages_arrive_as_they_left():
         Step(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
         Step(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
     )
-    told = Told(1.0, 2.0, 100, steps, ((5,),))
+    told = Told(0, 1.0, 2.0, 100, steps, ((5,),))
     assert decode_parcel(encode(parcel)) == parcel
     assert decode_told(encode(told)) == told
 

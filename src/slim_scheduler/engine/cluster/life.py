@@ -71,6 +71,7 @@ class ServerLife:
         self._events: deque[ServerEvent] = deque()
         self._delivering = False
         self._steps: list[Step] = []
+        self._told = 0
         self._news = asyncio.Event()
         self._turn = asyncio.Lock()
         self._broken: BaseException | None = None
@@ -117,7 +118,7 @@ class ServerLife:
         self._take(message)
 
     async def tell(self, ask: Ask) -> tuple[Told, list[npt.NDArray[np.float32]]]:
-        """What happened since the last time; waits until something did. Calls are answered in order."""
+        """What happened since the last time; waits until something did."""
         asked_at = time.monotonic()
         self._clock.offset = ask.offset
         self._shelf.forget(ask.forget.outputs, ask.forget.items)
@@ -128,9 +129,10 @@ class ServerLife:
             self._news.clear()
             steps, self._steps = self._steps, []
             answers, self._shelf.answers = self._shelf.answers, []
-        told = Told(
-            asked_at, time.monotonic(), self._server.memory_used, tuple(steps), tuple([tasks for tasks, _ in answers])
-        )
+            number = self._told
+            self._told += 1
+        whose = tuple([tasks for tasks, _ in answers])
+        told = Told(number, asked_at, time.monotonic(), self._server.memory_used, tuple(steps), whose)
         return told, [output.numpy() for _, output in answers]
 
     async def fetch(self, tasks: Sequence[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32] | None]:

@@ -17,16 +17,23 @@ LOCAL_OBJECT_STORE = 256 << 20  # bytes, of a cluster on this machine alone: a f
 
 
 class RaySession:
-    """One connection. `open` connects or starts Ray as the configuration says, unless the program did so before."""
+    """One engine's share in this process's connection: the first opens it, the last closes it.
+
+    Where the program itself connected to Ray before, that connection is used and stays.
+    """
+
+    _sharers = 0
 
     def __init__(self, config: Config) -> None:
         self._address = config.cluster.address
         self._servers = config.servers
-        self._ours = False
+        self._shares = False
 
     def open(self) -> None:
         """Raises ConfigError when the cluster cannot be reached."""
         if ray.is_initialized():
+            if RaySession._sharers:
+                self._share()
             return
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a call to a dead server is answered by its death
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -41,12 +48,18 @@ class RaySession:
                 f"cluster.address is {self._address!r}, but no Ray cluster answers there "
                 f"({str(error).splitlines()[0]}); start one with `ray start --head`, or set it to local"
             ) from None
-        self._ours = True
+        self._share()
 
     def close(self) -> None:
-        if self._ours:
-            ray.shutdown()
-            self._ours = False
+        if self._shares:
+            self._shares = False
+            RaySession._sharers -= 1
+            if not RaySession._sharers:
+                ray.shutdown()
+
+    def _share(self) -> None:
+        self._shares = True
+        RaySession._sharers += 1
 
     def put(self, value: Any) -> Any:
         """A reference that every actor can be started with, again and again."""

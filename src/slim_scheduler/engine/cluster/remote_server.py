@@ -5,7 +5,6 @@ server is out of service, and what becomes of its work, is the dispatcher's deci
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,34 +109,39 @@ class RemoteServer:
 
     async def listen(self, hear: Hear) -> None:
         """Hands on what the server tells, in order, until its life is over. Raises RayError or LifeOverError."""
-        asked: deque[tuple[Seconds, asyncio.Task[Any]]] = deque()
+        asked: dict[asyncio.Task[Any], Seconds] = {}
+        early: dict[int, tuple[Told, list[npt.NDArray[np.float32]]]] = {}
+        number = 0
         try:
             while True:
                 while len(asked) < QUESTIONS:
-                    asked.append(self._ask())
-                sent, answer = asked.popleft()
-                try:
-                    done, _ = await asyncio.wait({answer}, timeout=self._hung_limit)
-                    if not done:
-                        self.kill()
-                        raise LifeOverError(f"no answer for {self._hung_limit:g} s")
-                    reply = answer.result()
-                finally:
-                    answer.cancel()
-                if reply is None:
-                    raise LifeOverError("its process started again")
-                told = decode_told(reply[0])
-                self._offset.add(sent, told.asked_at, told.told_at, self._clock.now())
-                self.memory_used = told.memory_used
-                hear(self, told, reply[1])
+                    asked[self._ask()] = self._clock.now()
+                done, _ = await asyncio.wait(asked, timeout=self._hung_limit, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self.kill()
+                    raise LifeOverError(f"no answer for {self._hung_limit:g} s")
+                for answer in done:
+                    told, answers = self._read(answer, asked.pop(answer))
+                    early[told.number] = told, answers
+                while number in early:
+                    hear(self, *early.pop(number))
+                    number += 1
         finally:
-            for _, answer in asked:
+            for answer in asked:
                 answer.cancel()
 
-    def _ask(self) -> tuple[Seconds, "asyncio.Task[Any]"]:
-        now = self._clock.now()
-        ask = Ask(now, self._offset.offset, self._forgotten(self.name))
-        return now, asyncio.ensure_future(_answer(self.actor.tell.remote(encode(ask))))
+    def _ask(self) -> "asyncio.Task[Any]":
+        ask = Ask(self._offset.offset, self._forgotten(self.name))
+        return asyncio.ensure_future(_answer(self.actor.tell.remote(encode(ask))))
+
+    def _read(self, answer: "asyncio.Task[Any]", sent: Seconds) -> tuple[Told, list[npt.NDArray[np.float32]]]:
+        reply = answer.result()
+        if reply is None:
+            raise LifeOverError("its process started again")
+        told = decode_told(reply[0])
+        self._offset.add(sent, told.asked_at, told.told_at, self._clock.now())
+        self.memory_used = told.memory_used
+        return told, reply[1]
 
 
 async def _answer(reference: Any) -> Any:

@@ -36,10 +36,8 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The router asks what a server did. `sent_at` is the dispatcher's clock, `offset` what leads to it from the
-    server's own."""
+    """The router asks what a server did. `offset` leads from the server's own clock to the dispatcher's."""
 
-    sent_at: Seconds
     offset: Seconds
     forget: Forget
 
@@ -55,9 +53,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The server's answer: its steps since the last one, and whose answers the arrays beside it are.
 
+    `number` counts a life's answers from 0: two questions that are open together may be answered the other way round.
     `asked_at` and `told_at` are on the server's own clock: with the router's two times they give its offset.
     """
 
+    number: int
     asked_at: Seconds
     told_at: Seconds
     memory_used: Bytes

@@ -1,0 +1,56 @@
+"""The same commands on a cluster: a benchmark run writes its record there too, and the record replays."""
+
+import msgspec
+import pytest
+
+from slim_scheduler.config import load_config
+from slim_scheduler.core.types import Outcome
+from slim_scheduler.machines import build_dispatcher, build_server
+from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
+from slim_scheduler.summary import summarize
+from tests.engine.live import NETWORK, SHAPE, config_of, images
+
+pytest.importorskip("ray")
+
+from pathlib import Path
+
+from slim_scheduler.engine.bench import bench
+from slim_scheduler.engine.cluster.engine import ClusterEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path):
+    config = config_of(({}, {"slowdown": 2.0}, {"slowdown": 4.0, "max_batch": 8}), cluster={"address": "local"})
+    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    engine = ClusterEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder)
+    await engine.start()
+    items = images(1)
+    results = []
+    for _ in range(5):
+        futures = [engine.submit(items, deadline_s=30.0) for _ in range(40)]
+        results += [await future for future in futures]
+    engine.stop_recording()
+    await engine.stop(grace_s=0)
+    recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router=engine.router_name, seed=7))
+    assert {result.outcome for result in results} == {Outcome.ANSWERED}
+
+    machines = {server.name: build_server(engine.config, server.name, SHAPE) for server in config.servers}
+    machines["dispatcher"] = build_dispatcher(engine.config, SHAPE, engine.router_name, None, 7)
+    steps = 0
+    for machine, now, event, commands in replay_steps(read_record(tmp_path / "record.parquet")):
+        assert machines[machine].handle(event, now) == commands, f"step {steps}: {machine} at {now}: {event}"
+        steps += 1
+    assert steps > 500
+
+
+def test_the_example_runs_and_every_item_is_answered():
+    config = load_config(Path("examples/ray/cluster.toml"))
+    workload = msgspec.structs.replace(config.workload, duration_s=4.0, warmup_s=0.5, rate=50.0)
+    config = msgspec.structs.replace(config, workload=workload)
+    run = bench(config, seed=1)
+    summary = summarize(run.recorder.record(run.info), config)
+    assert summary["items_arrived"] > 100
+    assert summary["items_completed"] == summary["items_arrived"]
+    assert summary["accuracy"] > 0.9
+    assert summary["energy_source"] in ("estimated", "counter", "none")
