@@ -4,7 +4,7 @@ from slim_scheduler.core.admission import Admission
 from slim_scheduler.core.types import Request
 from tests.core.networks import SHAPE
 
-PERIOD = 0.01  # one answer every 10 ms: 100 items per second
+PERIOD = 0.01  # the tasks of one item every 10 ms: 100 items per second
 
 
 def request(deadline: float | None, now: float = 0.0) -> Request:
@@ -12,12 +12,12 @@ def request(deadline: float | None, now: float = 0.0) -> Request:
 
 
 def answered_for(admission: Admission, seconds: float, waiting: int) -> float:
-    """A server at work, with an arrival before each answer; returns the time after."""
+    """Servers that finish an item's tasks every period, with an arrival before each; returns the time after."""
     now = 0.0
     for i in range(round(seconds / PERIOD)):
         now = (i + 1) * PERIOD
         assert admission.refuse(request(None), waiting, waiting + 1, now) is None
-        admission.completed(now)
+        admission.worked(SHAPE.segments, now)
     return now
 
 

@@ -11,8 +11,8 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
 
 DEADLINE_SHARE = 0.7  # of the time to the deadline that may be filled: the rest is for what varies
-WINDOW: Seconds = 0.1  # of one look at the capacity, if it saw enough answers
-LEAST_ANSWERS = 16
+WINDOW: Seconds = 0.1  # of one look at the capacity, if it saw enough tasks
+LEAST_TASKS = 32
 LONGEST_WINDOW: Seconds = 2.0
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
 
@@ -24,14 +24,16 @@ class AccuracyPrior(Protocol):
 
 
 class Capacity:
-    """How many items per second are answered while work waits, which is all that can be.
+    """How many items per second the servers can do: what they did while work waited.
 
-    Only windows in which every arrival found work waiting count: otherwise the rate is that of the arrivals.
+    Counts finished tasks, also of items that expired meanwhile: in a collapse nothing else would be seen. Only windows
+    in which every arrival found work waiting count: otherwise the rate is that of the arrivals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, segments: int) -> None:
+        self._segments = segments
         self._start: Seconds = 0.0
-        self._count = 0
+        self._tasks = 0
         self._always_waiting = False
         self._rate: float | None = None
 
@@ -39,15 +41,15 @@ class Capacity:
         if not waiting:
             self._always_waiting = False
 
-    def completed(self, now: Seconds) -> None:
-        self._count += 1
+    def worked(self, tasks: int, now: Seconds) -> None:
+        self._tasks += tasks
         elapsed = now - self._start
-        if elapsed < WINDOW or (self._count < LEAST_ANSWERS and elapsed < LONGEST_WINDOW):
+        if elapsed < WINDOW or (self._tasks < LEAST_TASKS and elapsed < LONGEST_WINDOW):
             return
         if self._always_waiting:
-            rate = self._count / elapsed
+            rate = self._tasks / self._segments / elapsed
             self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
-        self._start, self._count, self._always_waiting = now, 0, True
+        self._start, self._tasks, self._always_waiting = now, 0, True
 
     def wait(self, in_flight: int) -> Seconds | None:
         """How long what was taken takes to end (Little's law). None: never been at capacity."""
@@ -65,7 +67,7 @@ class Admission:
         self._window_start: Seconds = 0.0
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
-        self._capacity = Capacity()
+        self._capacity = Capacity(shape.segments)
 
     def refuse(self, request: Request, waiting: int, in_flight: int, now: Seconds) -> tuple[str, Seconds | None] | None:
         """Why a request cannot be taken, and when to try again if that would help. None: take it.
@@ -110,7 +112,10 @@ class Admission:
             self._rate = self._window_count / elapsed
             self._window_start, self._window_count = now, 0
         self._window_count += 1
-        self._capacity.completed(now)
+
+    def worked(self, tasks: int, now: Seconds) -> None:
+        """A batch of so many tasks came back."""
+        self._capacity.worked(tasks, now)
 
     def _unmet(self, constraints: Constraints) -> str | None:
         shape = self._shape
