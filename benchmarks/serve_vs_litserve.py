@@ -39,7 +39,7 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 
 CONNECTIONS = 32
 MAX_BATCH = 32
-ROUNDS = 5
+ROUNDS = 4
 SECONDS = 4.0
 WARMUP_S = 1.0
 OPEN_SECONDS = 6.0
@@ -54,8 +54,6 @@ name = "a"
 device = "cpu"
 max_batch = {batch}
 threads = 1
-[dispatch]
-max_waiting_items = {waiting}
 [router]
 name = "jsq:{width}"
 """
@@ -73,7 +71,7 @@ def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, di
     shape = checkpoint.load_manifest(model).shape
     images = payloads(list(shape.item_shape), 1, "FP32", np.random.default_rng(0))
     rows: dict[str, dict[str, Any]] = {}
-    with _ours(model, width, folder, 100_000) as ours, _litserve(model, width) as theirs:
+    with _ours(model, width, folder) as ours, _litserve(model, width) as theirs:
         our_requests, their_requests = _our_requests(ours, shape.name, images), _their_requests(theirs, images)
         pairs = []
         for _ in range(ROUNDS):
@@ -104,8 +102,7 @@ def _overload(
     """Goodput at twice the peak, under a deadline that the peak keeps; how long a refusal takes."""
     deadline_ms = max(100.0, 8e3 * CONNECTIONS / peak)
     shape = checkpoint.load_manifest(model).shape
-    waiting = max(MAX_BATCH, int(peak * deadline_ms / 1e3 / 2))
-    with _ours(model, width, folder, waiting) as port:
+    with _ours(model, width, folder) as port:
         requests = _our_requests(port, shape.name, images, Constraints(deadline_ms=deadline_ms))
         at_peak = _closed(port, requests, deadline_ms)
         beyond = _open(port, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
@@ -175,9 +172,9 @@ def _their_requests(port: int, images: list[Any]) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def _ours(model: Path, width: float, folder: Path, waiting: int) -> Iterator[int]:
+def _ours(model: Path, width: float, folder: Path) -> Iterator[int]:
     file = folder / "cluster.toml"
-    file.write_text(CONFIG.format(model=model, width=width, batch=MAX_BATCH, waiting=waiting))
+    file.write_text(CONFIG.format(model=model, width=width, batch=MAX_BATCH))
     command = [sys.executable, "-m", "slim_scheduler", "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
     with _process(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()

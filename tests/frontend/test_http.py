@@ -114,6 +114,16 @@ def test_a_floor_nothing_reaches_is_refused_or_answered_as_the_request_asks(serv
     assert answered["parameters"]["widths"] == "1,1,1,1"
 
 
+def test_a_width_that_is_not_served_becomes_the_nearest_where_the_request_asks_for_an_answer(server, images):
+    document = {
+        "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": images[0].ravel().tolist()}],
+        "parameters": {"width": 0.7, "unmet": "answer"},
+    }
+    told = call(server.http, "POST", MODEL + "/infer", document)[2]["parameters"]
+    assert told["widths"] == "0.75,0.75,0.75,0.75"
+    assert told["unmet"] == "widths"
+
+
 def test_a_deadline_that_cannot_be_met_is_503_with_retry_after(server, images):
     body, length = infer_body(images)
     head = json.loads(body[:length])

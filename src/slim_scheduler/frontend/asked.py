@@ -26,7 +26,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     """The constraints of one request.
 
     `deadline` is a duration from the request's arrival. `unmet` says what to do with a floor or widths that cannot be
-    had: refuse, or answer as near as possible and say so.
+    had: refuse, or answer as near as possible and say so. `replaced`: `widths` are the nearest to what was asked.
     """
 
     deadline: Seconds | None = None
@@ -34,6 +34,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     widths: WidthTuple | None = None
     priority: int = 0
     unmet: Literal["refuse", "answer"] = "refuse"
+    replaced: bool = False
 
 
 NOTHING_ASKED = Asked()
@@ -49,12 +50,19 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
     unmet = parameters.get("unmet", "refuse")
     if unmet not in ("refuse", "answer"):
         raise invalid(f"unmet is {quote(unmet)}; it must be refuse or answer")
+    widths = _widths(parameters, card)
+    served = widths if widths is None or unmet == "refuse" else _nearest(widths, card)
+    for width in served or ():
+        if width not in card.widths:
+            available = ", ".join(f"{width:g}" for width in card.widths)
+            raise invalid(f"width {width:g} is not served; available: {available}")
     return Asked(
         deadline=_deadline(parameters),
         accuracy_floor=_number(parameters, "accuracy_floor", 0.0, 1.0),
-        widths=_widths(parameters, card, nearest=unmet == "answer"),
+        widths=served,
         priority=int(_whole(parameters, "priority", LOWEST_PRIORITY) or 0),
         unmet=unmet,  # type: ignore[arg-type]
+        replaced=served != widths,
     )
 
 
@@ -72,7 +80,7 @@ def _deadline(parameters: Mapping[str, Parameter]) -> Seconds | None:
     return min(found, default=None)
 
 
-def _widths(parameters: Mapping[str, Parameter], card: ModelCard, nearest: bool) -> WidthTuple | None:
+def _widths(parameters: Mapping[str, Parameter], card: ModelCard) -> WidthTuple | None:
     one, several = parameters.get("width"), parameters.get("widths")
     if one is None and several is None:
         return None
@@ -87,13 +95,11 @@ def _widths(parameters: Mapping[str, Parameter], card: ModelCard, nearest: bool)
         widths = tuple(_finite("widths", part) for part in text[:1024].replace("/", ",").split(","))
     if len(widths) != card.segments:
         raise invalid(f"widths has {len(widths)} values; {card.name} has {card.segments} segments and needs one each")
-    if nearest:
-        return tuple(min(card.widths, key=lambda served, width=width: abs(served - width)) for width in widths)  # type: ignore[misc]
-    for width in widths:
-        if width not in card.widths:
-            available = ", ".join(f"{served:g}" for served in card.widths)
-            raise invalid(f"width {width:g} is not served; available: {available}")
     return widths
+
+
+def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:
+    return tuple([min(card.widths, key=lambda served, asked=asked: abs(served - asked)) for asked in widths])  # type: ignore[misc]
 
 
 def _number(parameters: Mapping[str, Parameter], name: str, low: float, high: float) -> float | None:

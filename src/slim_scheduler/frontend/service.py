@@ -155,7 +155,7 @@ async def _run(served: Served, call: InferenceCall) -> "tuple[InferenceResult, s
             return await _ask(served, call, nearest), "accuracy_floor"
         if asked.widths is not None:
             return await _ask(served, call, msgspec.structs.replace(asked, widths=None)), "widths"
-    return result, ""
+    return result, "widths" if asked.replaced else ""
 
 
 async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceResult":
