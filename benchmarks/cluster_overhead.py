@@ -23,6 +23,8 @@ from ray.cluster_utils import Cluster
 
 from slim_scheduler.config import ClusterConfig, Config, config_from, load_config
 from slim_scheduler.core.messages import BatchReported, BlockArrived, Message, SendBlock, StartBatch
+from slim_scheduler.core.profile import Curve, Latency, Profile
+from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.engine.cluster.engine import ClusterEngine
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.hardware import device_name
@@ -32,6 +34,7 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 WIDTH = 0.5
+CALL, MACS_PER_S = 0.5e-3, 15e9  # of one core
 OUTSTANDING = 480  # so many that full blocks wait for credit
 CREDIT = 32  # one batch per server: what does not fit waits at the dispatcher and makes larger blocks
 ROUNDS = 3
@@ -110,8 +113,9 @@ async def _throughput(address: str) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     model = SlimResNet(preset_named(PRESET).architecture, PRESET).eval().requires_grad_(False)
     shape, hops = shape_of(model), HopTimes()
-    here = SlimEngine(_config(""), model, shape)
-    there = ClusterEngine(_config(address), model, shape, recorder=hops)
+    profiles = dict.fromkeys("abc", _derived_profile(shape))
+    here = SlimEngine(_config(""), model, shape, profiles=profiles)
+    there = ClusterEngine(_config(address), model, shape, profiles=profiles, recorder=hops)
     items = np.random.default_rng(0).standard_normal((64, *shape.item_shape), dtype=np.float32)
     rates: dict[SlimEngine, list[float]] = {here: [], there: []}
     async with here, there:
@@ -166,8 +170,31 @@ async def _hop(address: str, router: str) -> dict[str, dict[str, Any]]:
 
 def _config(address: str) -> Config:
     servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0, "credit_tasks": CREDIT} for name in "abc"]
-    router = {"name": f"jsq:{WIDTH}", "fallback": f"jsq:{WIDTH}"}
-    return config_from({"servers": servers, "router": router, "cluster": {"address": address}})
+    router = {"name": f"cost-model:{WIDTH}", "fallback": f"jsq:{WIDTH}"}
+    network = {"latency_ms": 1.0, "mbps": 2000.0}  # about what Ray moves between two nodes of one machine
+    return config_from({"servers": servers, "router": router, "network": network, "cluster": {"address": address}})
+
+
+def _derived_profile(shape: ModelShape) -> Profile:
+    """Times from multiply-adds: all that the router needs to know is that moving a batch costs more than it saves."""
+    rows = tuple(
+        Latency(segment, previous, width, tuple(CALL + size * macs / MACS_PER_S for size in (1, 32)))
+        for segment in range(shape.segments)
+        for i, previous in enumerate(shape.widths if segment else (None,))
+        for width, macs in zip(shape.widths, shape.macs[segment][i], strict=True)
+    )
+    return Profile(
+        device="cpu",
+        model=shape.name,
+        source="derived",
+        batches=(1, 32),
+        latency_rows=rows,
+        load_s=0.01,
+        load_bytes_per_s=1e9,
+        memory_bytes=4 << 30,
+        power=Curve((0.0, 1.0), (0.0, 0.0)),
+        power_source="none",
+    )
 
 
 async def _saturated(engine: SlimEngine, items: npt.NDArray[np.float32]) -> float:
