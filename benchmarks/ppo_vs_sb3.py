@@ -22,7 +22,7 @@ from slim_scheduler.machines import build_router, load_profiles, load_shape
 from slim_scheduler.training.episode import Episode
 
 CONFIG, PRESET, POLICY = Path("examples/demo/cluster.toml"), "balanced", "examples/demo/policies/balanced"
-RATE = 900.0  # three times the demo's: a load at which the choice matters
+RATE = 300.0
 DECISIONS = 40_000
 ROLLOUT = 512
 EPISODE = 4  # rollouts

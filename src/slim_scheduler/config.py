@@ -166,7 +166,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
     `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
-    (None: the time of 300 full batches), because decisions are not evenly spaced. `accuracy`: a last segment's accuracy
+    (None: the time of 30 full batches), because decisions are not evenly spaced. `accuracy`: a last segment's accuracy
     is its tuple's measured share of right answers, or each item's own outcome (the same mean, noisier).
     `reward_scale`: rewards are centred and scaled by each rollout's own mean and spread, so that an overloaded episode
     does not drown the others, or by the run's running ones. `loads` are factors on the workload's rate, drawn per
