@@ -65,8 +65,8 @@ def _config() -> Config:
     training = msgspec.structs.replace(
         config.training,
         loads=(1.0, 1.0),
-        warm_start="cost-model:random",
-        warm_start_decisions=2 * EPISODE * ENVS * ROLLOUT,
+        warm_start="",  # from nothing, as theirs
+        horizon_s=0.05,  # about 100 decisions, as their discount of 0.99
         episode_rollouts=EPISODE,
         decisions=DECISIONS,
         workers=ENVS,
