@@ -17,7 +17,7 @@ import numpy.typing as npt
 from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatcher import Dispatcher
-from slim_scheduler.core.errors import InputError, SlimError
+from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import Reply, RequestArrived, RequestCancelled
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
@@ -115,8 +115,13 @@ class SlimEngine:
         shape = load_shape(config)
         manifest = checkpoint.load_manifest(config.model.path)
         if config.cluster.address and cls is SlimEngine:
-            from slim_scheduler.engine.cluster.engine import ClusterEngine  # Ray is an extra
-
+            try:
+                from slim_scheduler.engine.cluster.engine import ClusterEngine
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"cluster.address is {config.cluster.address!r}, but Ray is not installed ({error}); "
+                    'pip install "slim-scheduler[ray]", or leave cluster.address empty'
+                ) from None
             cls = ClusterEngine
         return cls(
             config,

@@ -4,6 +4,7 @@ It places the server actors, lets servers join and leave while traffic runs, and
 decisions are `SlimEngine`'s and the machines'.
 """
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.host import DISPATCHER, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.model.protocol import SlimmableModel
+
+START_LIMIT: Seconds = 180.0  # for Ray to find a place for every server, and for torch to load there
 
 
 class ClusterEngine(SlimEngine):
@@ -53,7 +56,11 @@ class ClusterEngine(SlimEngine):
         self._session.open()
         self._placed_model = self._session.put(self._model)
         self._host.clock.restart()
-        await self._host.join(*[self._remote(server) for server in self.config.servers])
+        try:
+            await self._join(*self.config.servers)
+        except BaseException:
+            self._session.close()
+            raise
         await super().start()
 
     async def stop(self, grace_s: Seconds = 10.0) -> None:
@@ -67,7 +74,7 @@ class ClusterEngine(SlimEngine):
         if server.name in self._host.remotes or server.name == DISPATCHER:
             raise ConfigError(f"server {server.name} is there already; choose another name")
         self.config = msgspec.structs.replace(self.config, servers=(*self.config.servers, server))
-        await self._host.join(self._remote(server))
+        await self._join(server)
 
     async def remove_server(self, name: ServerName, grace_s: Seconds = 10.0) -> None:
         """Drains a server, then takes it out. What it has not finished in `grace_s` is run elsewhere."""
@@ -102,6 +109,16 @@ class ClusterEngine(SlimEngine):
     ) -> ClusterHost:
         assert not devices, "devices of a cluster are opened by its servers"
         return ClusterHost(dispatcher, router, recorder, MonotonicClock(), self._answer, self._seam)
+
+    async def _join(self, *servers: ServerConfig) -> None:
+        try:
+            await asyncio.wait_for(self._host.join(*[self._remote(server) for server in servers]), START_LIMIT)
+        except TimeoutError:
+            asked = ", ".join(f"{server.name} {self._session.needs(server)}" for server in servers)
+            raise ConfigError(
+                f"not every server was placed and warm within {START_LIMIT:g} s; they ask for {asked}, and the cluster "
+                f"has {self._session.has()}; start Ray on more machines, or change num_gpus and resources"
+            ) from None
 
     def _remote(self, knobs: ServerConfig) -> RemoteServer:
         arguments = (self.config, knobs.name, self.shape, self.profiles)

@@ -70,11 +70,18 @@ class ClusterHost(Host):
         """Begins the servers' first lives, introduces them to each other, and tells the dispatcher. Raises RayError."""
         self.remotes |= {server.name: server for server in servers}
         peers = self._peers()
-        await asyncio.gather(*[server.begin(peers) for server in servers])
+        try:
+            await asyncio.gather(*[server.begin(peers) for server in servers])
+        except BaseException:
+            for server in servers:
+                del self.remotes[server.name]
+                server.kill()
+            raise
         for server in servers:
             self._introduce(server)
             self.tell_dispatcher(ServerJoined(server.name, server.credit, server.incarnation))
-            self._serving[server.name] = asyncio.create_task(self._serve(server))
+            self._serving[server.name] = task = asyncio.create_task(self._serve(server))
+            task.add_done_callback(_report)
 
     async def leave(self, name: ServerName, grace: Seconds) -> None:
         """Gives the server no new work, waits up to `grace` until it holds nothing, and takes it out of the fleet."""
@@ -150,3 +157,9 @@ class ClusterHost(Host):
     def _deliver_block(self, server: RemoteServer, block: Block) -> None:
         sources, rows = self.ledger.leaves(block)
         server.deliver(Parcel(block, sources), gather(rows).numpy() if rows else None)
+
+
+def _report(serving: "asyncio.Task[None]") -> None:
+    """A fault of this program must not end a server's conversation unseen."""
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        serving.get_loop().call_exception_handler({"message": "the router lost a server", "exception": error})

@@ -67,13 +67,21 @@ class RaySession:
 
     def place(self, kind: type, knobs: ServerConfig, arguments: tuple[Any, ...]) -> Any:
         """Creates a server's actor where its resources are; without any, on the machine with the fewest."""
-        gpus = knobs.num_gpus if knobs.num_gpus is not None else float(knobs.device.startswith("cuda"))
         options = {
             "num_cpus": 0,
-            "num_gpus": gpus,
-            "resources": dict(knobs.resources),
+            **self.needs(knobs),
             "max_restarts": -1,
             "max_task_retries": 0,  # running something again is the dispatcher's decision
             "scheduling_strategy": "SPREAD",
         }
         return ray.remote(kind).options(**options).remote(*arguments)
+
+    def needs(self, knobs: ServerConfig) -> dict[str, Any]:
+        """What a server asks its machine for."""
+        gpus = knobs.num_gpus if knobs.num_gpus is not None else float(knobs.device.startswith("cuda"))
+        return {"num_gpus": gpus, "resources": dict(knobs.resources)}
+
+    def has(self) -> dict[str, float]:
+        """What the machines of the cluster offer in all."""
+        offered: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return {name: amount for name, amount in offered.items() if not name.startswith("node:")}
