@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/slim demo
 
-test: .venv/.installed-dev
+test: .venv/.installed-dev .venv-kserve/.installed
 	$(BIN)/python -m pytest
 
 check: .venv/.installed-dev
@@ -23,8 +23,14 @@ bench: .venv/.installed-dev
 accept: .venv/.installed-dev
 	$(BIN)/python -m pytest -m accept --timeout 36000
 
+# kserve's client has its own environment: its gRPC stubs clash with tritonclient's in one process.
+.venv-kserve/.installed: tests/frontend/requirements-kserve.lock
+	$(PYTHON) -m venv .venv-kserve
+	.venv-kserve/bin/pip install --quiet --disable-pip-version-check -r tests/frontend/requirements-kserve.lock
+	touch $@
+
 clean:
-	rm -rf .venv build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-kserve build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
