@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 
 from slim_scheduler.engine.cluster.engine import ClusterEngine  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.accept, pytest.mark.timeout(300)]
 
 # They wait instead of computing, so that the cores are not the limit.
 WAITING = {"slowdown": 60.0, "max_batch": 8}

@@ -12,7 +12,7 @@ from tests.frontend.conftest import serving
 pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.accept, pytest.mark.timeout(240)]
 ON_A_CLUSTER = ("--set", "cluster.address=local")
 
 
