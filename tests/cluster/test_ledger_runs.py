@@ -22,7 +22,7 @@ PROGRAM = [sys.executable, "-m", "tests.cluster.ledger_run"]
 IN_CI = ("lossy:20", "kill", "kill", "stop", "stop", "remove-node", "remove-node")
 MANY = ("lossy:300", *("kill",) * 20, *("stop",) * 20)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
