@@ -1,7 +1,7 @@
 """`make bench`: runs every benchmark, or those named, and merges what they measured into results.json.
 
-    python -m benchmarks                 # all
-    python -m benchmarks core_speed      # one
+python -m benchmarks                 # all
+python -m benchmarks core_speed      # one
 """
 
 import importlib

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from slim_scheduler.config import Config, config_from
+from slim_scheduler.core.profile import Curve, Profile
 from slim_scheduler.engine.assembly import live_config
 from slim_scheduler.engine.bench import bench
 from slim_scheduler.engine.hardware import device_name
@@ -28,6 +29,7 @@ from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.profile_file import write_profile
 from slim_scheduler.record import Recorder, RunInfo
+from slim_scheduler.record_columns import numbers
 from slim_scheduler.sim.host import simulate
 from slim_scheduler.summary import summarize
 from slim_scheduler.workload import Arrivals
@@ -42,6 +44,10 @@ DURATION_S = 12.0
 WARMUP_S = 2.0
 FLOOD = 700.0  # items per second, beyond what two cores carry
 FLOOD_WAITING = 256  # a bounded queue: in a growing one items would only ever begin
+QUIET = 60.0  # items per second at which batches are small
+CALIBRATION_S = 6.0
+LEAST_BATCHES = 10
+CALIBRATION_SEED = 99
 IMAGES = 200
 MEASURE_ROUNDS = 15
 TOLERANCE = {0.3: 0.15, 0.6: 0.15, 0.85: 0.25}
@@ -53,13 +59,13 @@ def run() -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, model = _prepare(folder)
-        _measure(model, folder)
+        _measure(model, folder, config)
         flood = _pair(config, FLOOD, SEEDS[:2], end="cut")
         live, simulated = ([one["throughput_items_s"] for one in side] for side in flood)
         capacity = float(np.mean(live))
         results = {"sim_vs_live_throughput": _row(simulated, live, "items/s", THROUGHPUT_TOLERANCE)}
         for load in LOADS:
-            _measure(model, folder)  # again: the machine's speed drifts with what else runs on it
+            _measure(model, folder, config)  # again: the machine's speed drifts with what else runs on it
             lives, sims = _pair(config, load * capacity, SEEDS, end="drain")
             lag = max(one["generator_lag_s"]["p99"] for one in lives)
             _say(f"at {load:g} of {capacity:.0f} items/s: generator lag p99 {1e3 * lag:.1f} ms (valid below 5)")
@@ -92,12 +98,54 @@ def _prepare(folder: Path) -> tuple[Config, SlimResNet]:
     return live_config(config_from(tree)), model
 
 
-def _measure(model: SlimResNet, folder: Path) -> None:
-    """The profile that every server reads, measured with all of them active."""
+def _measure(model: SlimResNet, folder: Path, config: Config) -> None:
+    """The profile that every server reads, measured with all of them active.
+
+    What a batch takes while the servers serve differs from what it takes in a row of its likes (caches, threads that
+    wake), by up to a third here. So its latencies are corrected from two short live runs of their own arrivals.
+    """
     first, *others = SLOWDOWNS
     profile = asyncio.run(measure_model(model, "cpu", slowdown=first, busy=others, only=WIDTHS, rounds=MEASURE_ROUNDS))
     write_profile(profile, folder / "cpu.json")
+    write_profile(_as_served(profile, config), folder / "cpu.json")
     _say(f"measured a profile; with {len(SLOWDOWNS)} servers active {profile.slowdown.y[-1]:.2f} times as slow")
+
+
+def _as_served(profile: Profile, config: Config) -> Profile:
+    """The profile with each segment's latencies as two live runs had them, slowdown taken out."""
+    batches = []
+    for rate, end in ((QUIET, "drain"), (FLOOD, "cut")):
+        live = bench(_loaded(config, rate, end, CALIBRATION_S), ROUTER, CALIBRATION_SEED)
+        rows = live.recorder.record(live.info).of("BatchReported")
+        slowdown = np.array([SLOWDOWNS["abc".index(name)] for name in rows["server"].to_pylist()])
+        seconds = (numbers(rows, "finished_at") - numbers(rows, "started")) / slowdown
+        batches.append(np.stack([numbers(rows, "segment"), numbers(rows, "size"), seconds]))
+    segment, size, seconds = np.concatenate(batches, axis=1)
+    curves = [_smooth(size[segment == s], seconds[segment == s], profile.batches) for s in range(len(WIDTHS))]
+    rows = [
+        msgspec.structs.replace(row, seconds=curves[row.segment]) if row.width == WIDTHS[row.segment] else row
+        for row in profile.latency_rows
+    ]
+    # The runs had the servers active: how much that slows them is in the line.
+    return msgspec.structs.replace(profile, latency_rows=tuple(rows), slowdown=Curve((0.0, 1.0), (1.0, 1.0)))
+
+
+def _smooth(size: np.ndarray, seconds: np.ndarray, at: tuple[int, ...]) -> tuple[float, ...]:
+    """Mean time of batches about as large as each of `at`; a line through all batches where few are."""
+    line = np.polyfit(size, seconds, 1, w=1 / size)
+    values = []
+    for n in at:
+        near = (size > 0.7 * n) & (size < 1.4 * n)
+        mean = n * seconds[near].sum() / size[near].sum() if near.sum() >= LEAST_BATCHES and n > 1 else None
+        mean = float(np.mean(seconds[size == 1])) if n == 1 and (size == 1).sum() >= LEAST_BATCHES else mean
+        values.append(float(np.polyval(line, n)) if mean is None else float(mean))
+    return tuple(np.maximum.accumulate(values).tolist())
+
+
+def _loaded(config: Config, rate: float, end: str, duration_s: float) -> Config:
+    workload = msgspec.structs.replace(config.workload, rate=rate, end=end, duration_s=duration_s)
+    dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=FLOOD_WAITING if end == "cut" else 100_000)
+    return msgspec.structs.replace(config, workload=workload, dispatch=dispatch)
 
 
 Summary = dict[str, Any]
@@ -105,9 +153,7 @@ Summary = dict[str, Any]
 
 def _pair(config: Config, rate: float, seeds: tuple[int, ...], end: str) -> tuple[list[Summary], list[Summary]]:
     """Summaries of live and of simulated runs over the same arrivals."""
-    workload = msgspec.structs.replace(config.workload, rate=rate, end=end)
-    dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=FLOOD_WAITING if end == "cut" else 100_000)
-    config = msgspec.structs.replace(config, workload=workload, dispatch=dispatch)
+    config = _loaded(config, rate, end, DURATION_S)
     lives, sims = [], []
     for seed in seeds:
         live = bench(config, ROUTER, seed)
