@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM as a wish to stop: noticed between events, so that what was recorded stays whole.
+"""Ctrl-C and SIGTERM as a wish to stop: noticed where stopping is safe, so that what was recorded or saved stays whole.
 
-Simulated runs and their worker processes use it; the live loop has asyncio's own way, to which SIGTERM is led here.
+Simulated runs, their worker processes and both kinds of training use it; the live loop has asyncio's own way, to which
+SIGTERM is led here.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,34 +14,41 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop. Whoever loops calls `check` where stopping is safe."""
+    """Whether somebody asked to stop: whoever loops calls `check` where stopping is safe. A second signal stops at once."""
 
     def __init__(self) -> None:
         self.wanted = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if so."""
         if self.wanted:
             raise KeyboardInterrupt
 
-    def watch(self) -> dict[signal.Signals, Any]:
-        """From now on signals only note the wish. Returns the handlers they had."""
-        return {number: signal.signal(number, self._note) for number in SIGNALS}
+    def watch(self) -> None:
+        """From now on the first signal only notes the wish."""
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def unwatch(self) -> None:
+        """Signals do again what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, *_: object) -> None:
         self.wanted = True
+        self.unwatch()
 
 
 @contextmanager
 def deferred() -> Iterator[Interruption]:
-    """Within it, signals are noted and do nothing else."""
+    """Within it, the first signal is only noted. Python gives signals to the main thread: others watch for none."""
     interruption = Interruption()
-    before = interruption.watch()
+    if threading.current_thread() is threading.main_thread():
+        interruption.watch()
     try:
         yield interruption
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        interruption.unwatch()
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def interrupted(number: signal.Signals, *arguments: str | Path, after: str = " 0
             line = process.stderr.readline()
             assert line, said
             said += line
-        os.kill(process.pid, number)
+        os.killpg(process.pid, number)  # as a terminal does
         said += process.stderr.read()
         return process.wait(), said
 

@@ -39,10 +39,9 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Trains a slimmable network, or resumes it."""
-    from slim_scheduler.interruption import sigterm_as_ctrl_c
     from slim_scheduler.model.fit import fit as train
 
-    with sigterm_as_ctrl_c(), progress(f"training {preset}") as show:
+    with progress(f"training {preset}") as show:
 
         def report(step: "FitProgress") -> None:
             last = step.history[-1] if step.history else None

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from slim_scheduler.core.errors import InputError
+from slim_scheduler.interruption import deferred
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
 from slim_scheduler.model.data import channel_statistics, held_out, load_data
-from slim_scheduler.model.interruption import deferred_interruption
 from slim_scheduler.model.optimizer import MuonSgd
 from slim_scheduler.model.presets import Preset, Recipe, preset_named
 from slim_scheduler.model.sandwich import backward, width_tuples
@@ -153,7 +153,7 @@ class _Run:
         started = time.monotonic() - self.state.seconds
         saved = time.monotonic()
         losses: list[float] = []
-        with deferred_interruption() as interruption, self.workers:
+        with deferred() as interruption, self.workers:
             while (share := self._share()) < 1.0:
                 loss = self._step(share)
                 losses.append(loss)
