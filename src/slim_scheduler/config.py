@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from slim_scheduler.config_checks import check
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
 
@@ -244,7 +245,7 @@ def config_from(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from None
-    _check(config)
+    check(config)
     return config
 
 
@@ -291,100 +292,3 @@ def _reject_unknown(tree: Any, kind: Any, where: str) -> None:
 
 def _is_struct(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _check(config: Config) -> None:
-    if not config.servers:
-        raise ConfigError("no server is configured; add at least one [[servers]] with name and device")
-    names = [server.name for server in config.servers]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"server names repeat: {', '.join(names)}; each needs its own")
-    for i, server in enumerate(config.servers):
-        where = f"servers.{i}."
-        for field in ("max_batch", "vram_budget_gib", "utilization_block", "idle_unload_s", "slowdown", "threads"):
-            _positive(where + field, getattr(server, field))
-        for field in ("scale_queue_threshold", "max_new_instances"):
-            _positive(where + field, getattr(server, field))
-        for field in ("max_concurrent_batches", "credit_tasks"):
-            if getattr(server, field) is not None:
-                _positive(where + field, getattr(server, field))
-        if server.max_upgrade is not None and server.max_upgrade < 0:
-            raise ConfigError(f"{where}max_upgrade is {server.max_upgrade:g}; it must be 0 or more")
-    for field in ("max_waiting_items", "max_activation_mib", "heartbeat_timeout_s", "loss_grace_s"):
-        _positive(f"dispatch.{field}", getattr(config.dispatch, field))
-    for field in ("priority_aging_s", "no_server_timeout_s"):
-        _positive(f"dispatch.{field}", getattr(config.dispatch, field))
-    for field in ("max_retries", "retry_budget"):
-        _not_negative(f"dispatch.{field}", getattr(config.dispatch, field))
-    _positive("network.mbps", config.network.mbps)
-    _not_negative("network.latency_ms", config.network.latency_ms)
-    if config.network.shared_mbps is not None:
-        _positive("network.shared_mbps", config.network.shared_mbps)
-    _positive("telemetry.period_s", config.telemetry.period_s)
-    _not_negative("telemetry.age_s", config.telemetry.age_s)
-    if config.dispatch.heartbeat_timeout_s < 2 * config.telemetry.period_s:
-        raise ConfigError(
-            f"dispatch.heartbeat_timeout_s is {config.dispatch.heartbeat_timeout_s:g}; it must be at least twice "
-            f"telemetry.period_s ({config.telemetry.period_s:g})"
-        )
-    if not config.router.groups:
-        raise ConfigError("router.groups is empty; give at least one group size")
-    for group in config.router.groups:
-        _positive("router.groups", group)
-    for field in ("rate", "duration_s", "items_per_request", "slo_ms", "burst_factor", "burst_s", "burst_every_s"):
-        _positive(f"workload.{field}", getattr(config.workload, field))
-    _not_negative("workload.deadline_ms", config.workload.deadline_ms)
-    if not 0 <= config.workload.warmup < config.workload.duration_s:
-        raise ConfigError(
-            f"workload.warmup_s is {config.workload.warmup:g}; it must be from 0 to below duration_s "
-            f"({config.workload.duration_s:g})"
-        )
-    _check_training(config)
-    if config.workload.kind == "trace" and not config.workload.trace:
-        raise ConfigError("workload.kind is trace but workload.trace names no file")
-    _positive("cluster.hung_limit_s", config.cluster.hung_limit_s)
-    for fault in config.faults:
-        if fault.server not in names:
-            raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
-        _not_negative("faults.at_s", fault.at_s)
-        _positive("faults.factor", fault.factor)
-        if fault.duration_s is not None:
-            _positive("faults.duration_s", fault.duration_s)
-        if not 0 <= fault.share <= 1:
-            raise ConfigError(f"faults.share is {fault.share:g}; it must be from 0 to 1")
-
-
-def _check_training(config: Config) -> None:
-    training = config.training
-    for field in ("hidden", "decisions", "workers", "rollout_decisions", "episode_rollouts", "epochs", "minibatch"):
-        _positive(f"training.{field}", getattr(training, field))
-    for field in ("learning_rate", "clip_coef", "max_grad_norm", "n_steps", "checkpoint_updates"):
-        _positive(f"training.{field}", getattr(training, field))
-    if training.horizon_s is not None:
-        _positive("training.horizon_s", training.horizon_s)
-    for field in ("value_coef", "entropy_coef", "epsilon_min", "warm_start_decisions"):
-        _not_negative(f"training.{field}", getattr(training, field))
-    for field in ("epsilon_min", "epsilon_max", "gae_lambda"):
-        if not 0 <= getattr(training, field) <= 1:
-            raise ConfigError(f"training.{field} is {getattr(training, field):g}; it must be from 0 to 1")
-    low, high = training.loads
-    if not 0 < low <= high:
-        raise ConfigError(f"training.loads is {low:g} to {high:g}; the first must be above 0 and not above the second")
-    if training.slowdown < 1:
-        raise ConfigError(f"training.slowdown is {training.slowdown:g}; it must be 1 or more")
-    if training.servers is not None:
-        fewest, most = training.servers
-        if not 1 <= fewest <= most:
-            raise ConfigError(f"training.servers is {fewest} to {most}; the first must be at least 1")
-        if training.observation == "paper":
-            raise ConfigError("training.servers needs observation extended: paper has a fixed number of servers")
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0 or value == float("inf"):
-        raise ConfigError(f"{name} is {value:g}; it must be above 0 and finite")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ConfigError(f"{name} is {value:g}; it must be 0 or more")
