@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second signal stops at once."""
+    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second one stops at once."""
 
     def __init__(self) -> None:
         self.wanted = False
