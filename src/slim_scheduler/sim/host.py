@@ -5,7 +5,8 @@ decides nothing: the same machines run live (rule 1). Same configuration and see
 """
 
 import gc
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +94,8 @@ class Simulation:
     """A run that is stepped through event by event; `run` does all of it.
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
-    `router`, where given, is used instead of the one `router_name` names.
+    `router`, where given, is used instead of the one `router_name` names. Servers in `joins` come at that time, the
+    others are there from the beginning.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Simulation:
         recorder: Observer,
         arrivals: Arrivals | None = None,
         router: Router | None = None,
+        joins: Mapping[ServerName, Seconds] | None = None,
     ) -> None:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
@@ -139,13 +142,14 @@ class Simulation:
             Reply: self._reply,
             WakeAt: self._wake,
         }
-        self._begin()
+        self._begin(joins or {})
 
-    def _begin(self) -> None:
+    def _begin(self, joins: Mapping[ServerName, Seconds]) -> None:
         agenda = self.agenda
         for server in self._config.servers:
-            agenda.at(0.0, FAULT, self._dispatch, ServerJoined(server.name, server.credit))
-            agenda.at(0.0, SAMPLE, self._sample, (server.name, 0))
+            at, period = joins.get(server.name, 0.0), self._config.telemetry.period_s
+            agenda.at(at, FAULT, self._dispatch, ServerJoined(server.name, server.credit))
+            agenda.at(at, SAMPLE, self._sample, (server.name, math.ceil(at / period)))
         for change in timeline(self._config.faults):
             self.schedule(change)
         self._next_arrival = zip(
