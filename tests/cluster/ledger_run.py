@@ -35,6 +35,7 @@ STOPPED = 1.6  # a stopped server goes on after so long
 RETURN_LIMIT = 90.0  # Ray gives up a lost machine and starts its servers elsewhere
 STALL_LOOK = 0.02
 WINDOW = 1.0  # throughput is taken over so long
+RECOVERY_SEEN = 4.0  # seconds after a fault that are looked at; later dips belong to something else
 SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wait, so that the cores are not the limit
 
 
@@ -77,13 +78,13 @@ class Load:
     def submitted(self) -> int:
         return len(self._waiting)
 
-    def back_after(self, fault: float) -> float | None:
-        """Seconds after the fault from which on throughput, over a window, is 90 % of the load; None: not yet."""
-        ended = np.array(self.ended)
-        for at in np.arange(fault, self._engine.now() - WINDOW, 0.05):
-            if np.sum((ended >= at) & (ended < at + WINDOW)) >= 0.9 * self._rate * WINDOW:
-                return float(at - fault)
-        return None
+    def back_after(self, fault: float) -> float:
+        """Seconds after the fault from which on throughput, over a window, stays at 90 % of the load."""
+        ended, last = np.array(self.ended), min(fault + RECOVERY_SEEN, self._engine.now() - WINDOW)
+        begins = np.arange(fault, last, 0.05)
+        answered = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins])
+        low = np.flatnonzero(answered < 0.9 * self._rate * WINDOW)
+        return 0.0 if not len(low) else round(0.05 * (int(low[-1]) + 1), 2)
 
     def wrong(self) -> int:
         """Answers that are not the network's own at the widths that ran."""

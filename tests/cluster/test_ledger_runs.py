@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 PROGRAM = [sys.executable, "-m", "tests.cluster.ledger_run"]
 IN_CI = ("lossy:20", "kill", "kill", "stop", "stop", "remove-node", "remove-node")
-MANY = ("lossy:300", *("kill",) * 20, *("stop",) * 20)
+TIMES = 20  # each fault, in make accept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,6 +28,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Nodes]:
     nodes = LocalNodes(3)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module", params=["daemons", "namespaces"])
+def either_kind(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    if request.param == "namespaces" and not namespaces_work():
+        pytest.skip("network namespaces need root and a kernel with veth")
+    nodes: Nodes = LocalNodes(3) if request.param == "daemons" else NamespaceNodes(3)
     yield nodes
     nodes.close()
 
@@ -42,7 +51,9 @@ def run(machines: Nodes, *faults: str, limit: float = 300.0) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     said = [line for line in done.stderr.splitlines() if "raylet" not in line and "state-dump" not in line]
     assert done.returncode == 0, "\n".join(said[-40:])
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # Ray prints there too
+    told = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # Ray prints there too
+    print({key: value for key, value in told.items() if key != "changes"})  # pytest -rP shows what was measured
+    return told
 
 
 def check_ledger(told: dict[str, Any]) -> None:
@@ -62,7 +73,6 @@ def check_faults(told: dict[str, Any], kind: str) -> None:
     assert faults
     for fault in faults:
         assert fault["detected"] < 1.0 + 2 * fault["stalled"], "a router that slept itself forgives that much silence"
-        assert fault["back"] is not None
         assert fault["back"] < 3.0
 
 
@@ -106,25 +116,31 @@ def test_killed_router_takes_the_cluster_it_started_along():
 
 
 @pytest.mark.accept
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["daemons", "namespaces"])
-def test_many_kills_and_stops_on_either_kind_of_machines(kind):
-    if kind == "namespaces" and not namespaces_work():
-        pytest.skip("network namespaces need root and a kernel with veth")
-    machines: Nodes = LocalNodes(3) if kind == "daemons" else NamespaceNodes(3)
-    try:
-        told = run(machines, *MANY, limit=1800.0)
-        check_ledger(told)
-        for fault in ("kill", "stop"):
-            check_faults(told, fault)
-        for _ in range(10):  # two of the three machines are removed each time
-            told = run(machines, "remove-node", "remove-node")
-            check_ledger(told)
-            check_faults(told, "remove-node")
-            machines.add()
-            machines.add()
-    finally:
-        machines.close()
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_server_killed_or_stopped_again_and_again(either_kind, fault):
+    told = run(either_kind, *(fault,) * TIMES, limit=1500.0)
+    check_ledger(told)
+    check_faults(told, fault)
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attempt", range(TIMES // 2))
+def test_two_machines_removed_again_and_again(either_kind, attempt):
+    told = run(either_kind, "remove-node", "remove-node")
+    either_kind.add()
+    either_kind.add()
+    check_ledger(told)
+    check_faults(told, "remove-node")
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(900)
+def test_five_minutes_of_lost_doubled_and_late_messages(either_kind):
+    told = run(either_kind, "lossy:300", limit=600.0)
+    check_ledger(told)
+    assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 150
 
 
 @pytest.mark.accept
@@ -141,8 +157,7 @@ def test_ten_healthy_minutes_with_busy_cores_eject_no_server(machines):
 
 
 @pytest.mark.accept
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("attempt", range(20))
+@pytest.mark.parametrize("attempt", range(TIMES))
 def test_router_killed_again_and_again(machines, attempt):
     test_killed_router_leaves_no_servers_behind_and_starts_again_without_a_hand(machines, attempt)
 
