@@ -80,8 +80,8 @@ class Load:
 
     def back_after(self, fault: float) -> float:
         """Seconds after the fault from which on throughput, over a window, stays at 90 % of the load."""
-        ended, last = np.array(self.ended), min(fault + RECOVERY_SEEN, self._engine.now() - WINDOW)
-        begins = np.arange(fault, last, 0.05)
+        ended = np.array(self.ended)
+        begins = np.arange(fault, min(fault + RECOVERY_SEEN, ended[-1] - WINDOW), 0.05)
         answered = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins])
         low = np.flatnonzero(answered < 0.9 * self._rate * WINDOW)
         return 0.0 if not len(low) else round(0.05 * (int(low[-1]) + 1), 2)
