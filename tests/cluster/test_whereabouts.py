@@ -25,7 +25,7 @@ def send(ledger: ClusterLedger, server: str, *tasks: Task):
 
 def two_items() -> ClusterLedger:
     ledger = ClusterLedger()
-    ledger.add(0, [7, 8], torch.arange(4.0).reshape(2, 2))
+    ledger.add([7, 8], torch.arange(4.0).reshape(2, 2))
     return ledger
 
 

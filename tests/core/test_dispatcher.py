@@ -5,6 +5,7 @@ from slim_scheduler.core.messages import (
     BatchReported,
     BlockFinished,
     CancelTasks,
+    RequestArrived,
     RequestCancelled,
     RouterFellBack,
     RouterTooSlow,
@@ -25,6 +26,14 @@ def done(block, at, width=None, server=None):
     """The server's word that all of a block ran."""
     tasks = tuple(task.task_id for task in block.tasks)
     return BatchReported(server or block.server, 0, 1, block.segment, width or block.width, tasks, at - 0.01, at)
+
+
+def test_requests_that_come_together_are_decided_about_together():
+    made = dispatcher()
+    for number in (1, 2, 3):
+        assert not sent(made.handle(RequestArrived(request(number).request, more=True), 0.0))
+    block = sent(made.handle(request(4), 0.0))[0]
+    assert [task.item for task in block.tasks] == [request(n).request.items[0] for n in (1, 2, 3, 4)]
 
 
 def test_an_item_goes_through_every_segment_and_is_answered_once():

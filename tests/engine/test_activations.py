@@ -32,7 +32,7 @@ def test_gathering_keeps_the_layout_of_convolutions():
 def test_an_items_next_segment_reads_what_its_last_one_wrote():
     ledger = Ledger()
     inputs, first = torch.zeros(2, 1), torch.ones(2, 1)
-    ledger.add(0, (10, 11), inputs)
+    ledger.add((10, 11), inputs)
     attempts = [task(1, 10, 0), task(2, 11, 0)]
     ledger.sent(attempts)
     assert ledger.inputs(attempts) == (attempts, [(inputs, 0), (inputs, 1)])
@@ -45,7 +45,7 @@ def test_an_items_next_segment_reads_what_its_last_one_wrote():
 
 def test_a_late_result_of_a_given_up_attempt_changes_nothing():
     ledger = Ledger()
-    ledger.add(0, (10,), torch.zeros(1, 1))
+    ledger.add((10,), torch.zeros(1, 1))
     given_up, retried = task(1, 10, 0), task(2, 10, 0)
     ledger.sent([given_up])
     ledger.sent([retried])
@@ -59,7 +59,7 @@ def test_a_late_result_of_a_given_up_attempt_changes_nothing():
 def test_an_item_that_lost_its_activation_begins_again_from_its_input():
     ledger = Ledger()
     inputs = torch.zeros(1, 1)
-    ledger.add(0, (10,), inputs)
+    ledger.add((10,), inputs)
     for attempt, segment in ((1, 0), (2, 1)):
         ledger.sent([task(attempt, 10, segment)])
         ledger.store([task(attempt, 10, segment)], torch.ones(1, 1))
@@ -70,7 +70,7 @@ def test_an_item_that_lost_its_activation_begins_again_from_its_input():
 
 def test_an_item_that_ended_is_not_computed_and_its_rows_are_gone():
     ledger = Ledger()
-    ledger.add(0, (10, 11), torch.zeros(2, 1))
+    ledger.add((10, 11), torch.zeros(2, 1))
     attempts = [task(1, 10, 0), task(2, 11, 0)]
     ledger.sent(attempts)
     ledger.forget([10])

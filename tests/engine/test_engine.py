@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
-from slim_scheduler.core.messages import Reply, StartBatch
+from slim_scheduler.core.messages import Reply, SendBlock, StartBatch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.assembly import live_config
 
@@ -15,15 +15,34 @@ from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, image
 THREE_UNEQUAL = ({}, {"slowdown": 1.5}, {"slowdown": 3.0, "max_batch": 4})
 
 
+async def a_turn():
+    """Lets the loop go round: the engine hears of requests a turn after they were submitted."""
+    await asyncio.sleep(0)
+
+
 async def test_answers_are_the_networks_own_at_the_widths_that_ran():
     items = images(64)
     async with engine_of(config_of(THREE_UNEQUAL)) as engine:
-        results = await asyncio.gather(*[engine.infer(items[i : i + 1]) for i in range(len(items))])
+        futures = []
+        for i in range(len(items)):
+            futures.append(engine.submit(items[i : i + 1]))
+            await asyncio.sleep(0)  # a turn of its own: what comes together is decided about together
+        results = await asyncio.gather(*futures)
     tuples = {result.items[0].widths for result in results}
     assert len(tuples) > 4, "the router should have mixed widths"
     for i, result in enumerate(results):
         assert result.outcome is Outcome.ANSWERED
         np.testing.assert_allclose(result.logits, expected(items[i : i + 1], result.items[0].widths), atol=TOLERANCE)
+
+
+async def test_what_comes_in_one_turn_of_the_loop_is_sent_as_one_block():
+    items = images(20)
+    watch = Watch()
+    async with engine_of(config_of(), recorder=watch) as engine:
+        results = await asyncio.gather(*[engine.infer(items[i : i + 1], widths=(1.0,) * 4) for i in range(20)])
+    assert len(watch.seen(SendBlock)[0].block.tasks) == 20
+    truth = expected(items, (1.0,) * 4)
+    np.testing.assert_allclose(np.concatenate([result.logits for result in results]), truth, atol=TOLERANCE)
 
 
 async def test_two_thousand_concurrent_requests_each_get_their_own_answer():
@@ -83,6 +102,7 @@ async def test_missed_deadline_expires_within_50_ms_and_never_runs_further():
 async def test_deadline_in_the_past_expires_at_once():
     async with engine_of(config_of()) as engine:
         future = engine.submit(images(1), deadline_s=-1.0)
+        await a_turn()
         assert future.done()
         assert future.result().outcome is Outcome.EXPIRED
 
@@ -91,15 +111,17 @@ async def test_cancelling_the_awaiting_task_cancels_the_request_and_frees_its_pl
     config = config_of([{"slowdown": 500.0, "max_batch": 1}], dispatch={"max_waiting_items": 4})
     async with engine_of(config) as engine:
         waiting = [asyncio.create_task(engine.infer(images(1))) for _ in range(4)]
-        await asyncio.sleep(0)  # let them submit
+        await a_turn()  # to submit
+        await a_turn()  # to be heard of
         assert engine.counts["requests"]["in_flight"] == 4
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert all(task.cancelled() for task in waiting)
-        await asyncio.sleep(0)  # the futures' callbacks run in the next turn of the loop
         assert engine.counts["requests"] | {"cancelled": 4, "in_flight": 0} == engine.counts["requests"]
-        assert not engine.submit(images(1)).done(), "there is room again"
+        again = engine.submit(images(1))
+        await a_turn()
+        assert not again.done(), "there is room again"
         await engine.stop(grace_s=0)
 
 
@@ -107,6 +129,7 @@ async def test_full_queue_rejects_at_once_with_retry_after():
     config = config_of([{"slowdown": 500.0, "max_batch": 1, "credit_tasks": 1}], dispatch={"max_waiting_items": 8})
     async with engine_of(config) as engine:
         futures = [engine.submit(images(1)) for _ in range(40)]
+        await a_turn()
         refused = [future.result() for future in futures if future.done()]
         assert len(refused) >= 30
         for result in refused:

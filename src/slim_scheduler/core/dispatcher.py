@@ -122,6 +122,8 @@ class Dispatcher:
         It is these four steps; only an environment that stops at every decision takes them one by one.
         """
         self.absorb(event, now)
+        if isinstance(event, RequestArrived) and event.more:
+            return self.finish(now)
         while (view := self.pending(now)) is not None:
             self.decide(view)
         return self.finish(now)

@@ -36,7 +36,10 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class RequestArrived(Message, frozen=True, gc=False):
+    """`more`: others came together with it, and deciding waits for the last of them."""
+
     request: Request
+    more: bool = False
 
 
 class RequestCancelled(Message, frozen=True, gc=False):

@@ -10,21 +10,31 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.types import ItemId, RequestId, Task, TaskId
+from slim_scheduler.core.types import ItemId, Task, TaskId
 
-INPUT = -1  # the "segment" whose output is the item's input
+Row = tuple[Tensor, int]  # a tensor with a batch dimension, and the item's place in it
 
 
 class ItemState:
-    """What the host keeps of one item on its way: the rows it may still need, and its newest attempt."""
+    """What the host keeps of one item on its way: its input, its newest output, and its newest attempt.
 
-    __slots__ = ("position", "request", "rows", "task")
+    `done` is the segment that made `output`, -1 before the first. The input stays until the item ends, because an item
+    whose activation is lost begins again.
+    """
 
-    def __init__(self, request: RequestId, position: int, batch: Tensor) -> None:
-        self.request = request
-        self.position = position
-        self.rows: dict[int, tuple[Tensor, int]] = {INPUT: (batch, position)}
+    __slots__ = ("done", "input", "output", "task")
+
+    def __init__(self, source: Row) -> None:
+        self.input = source
+        self.output: Row | None = None
+        self.done = -1
         self.task: TaskId | None = None
+
+    def source(self, segment: int) -> Row | None:
+        """What a segment reads, None where it is not here."""
+        if segment == 0:
+            return self.input
+        return self.output if self.done == segment - 1 else None
 
 
 class Ledger:
@@ -36,32 +46,31 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, request: RequestId, items: Sequence[ItemId], batch: Tensor) -> None:
-        for position, item in enumerate(items):
-            self._items[item] = ItemState(request, position, batch)
+    def add(self, items: Iterable[ItemId], batch: Tensor) -> None:
+        """Row i of `batch` is the input of the i-th item."""
+        for row, item in enumerate(items):
+            self._items[item] = ItemState((batch, row))
 
     def sent(self, tasks: Iterable[Task]) -> None:
-        """The dispatcher sends these attempts: the previous segment's rows are their inputs, older rows are done with.
-
-        The input stays until the item ends, because an item whose activation is lost begins again.
-        """
+        """The dispatcher sends these attempts. An output that they do not continue is done with."""
         for task in tasks:
             state = self._items.get(task.item)
             if state is not None:
                 state.task = task.task_id
-                needed = task.segment - 1
-                for segment in [s for s in state.rows if s not in (needed, INPUT)]:
-                    del state.rows[segment]
+                if state.done != task.segment - 1:
+                    state.output, state.done = None, -1
 
-    def inputs(self, tasks: Iterable[Task]) -> tuple[list[Task], list[tuple[Tensor, int]]]:
+    def inputs(self, tasks: Iterable[Task]) -> tuple[list[Task], list[Row]]:
         """The tasks whose answer somebody still waits for, with their input rows."""
         wanted: list[Task] = []
-        rows: list[tuple[Tensor, int]] = []
+        rows: list[Row] = []
         for task in tasks:
             state = self._items.get(task.item)
-            if state is not None and state.task == task.task_id and task.segment - 1 in state.rows:
-                wanted.append(task)
-                rows.append(state.rows[task.segment - 1])
+            if state is not None and state.task == task.task_id:
+                source = state.source(task.segment)
+                if source is not None:
+                    wanted.append(task)
+                    rows.append(source)
         return wanted, rows
 
     def store(self, tasks: Sequence[Task], output: Tensor) -> None:
@@ -69,15 +78,20 @@ class Ledger:
         for row, task in enumerate(tasks):
             state = self._items.get(task.item)
             if state is not None and state.task == task.task_id:
-                state.rows[task.segment] = (output, row)
+                state.output, state.done = (output, row), task.segment
 
     def result(self, item: ItemId, segment: int) -> Tensor | None:
         """The item's output of a segment, without the batch dimension."""
         state = self._items.get(item)
-        if state is None or segment not in state.rows:
+        if state is None or state.output is None or state.done != segment:
             return None
-        batch, row = state.rows[segment]
+        batch, row = state.output
         return batch[row]
+
+    def results(self, items: Iterable[ItemId]) -> Tensor:
+        """The newest outputs of items that have one, (items, ...)."""
+        rows = [self._items[item].output for item in items]
+        return gather([row for row in rows if row is not None])
 
     def forget(self, items: Iterable[ItemId]) -> None:
         for item in items:
@@ -86,11 +100,12 @@ class Ledger:
     @property
     def held_bytes(self) -> int:
         """Bytes of the distinct tensors that rows point into."""
-        seen = {id(t): t.nbytes for state in self._items.values() for t, _ in state.rows.values()}
+        rows = [row for state in self._items.values() for row in (state.input, state.output) if row is not None]
+        seen = {id(tensor): tensor.nbytes for tensor, _ in rows}
         return sum(seen.values())
 
 
-def runs(rows: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+def runs(rows: Sequence[Row]) -> list[Tensor]:
     """Views that together hold the rows in order; neighbours in one tensor become one view."""
     views: list[Tensor] = []
     tensor, first = rows[0]
@@ -105,7 +120,7 @@ def runs(rows: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     return views
 
 
-def gather(rows: Sequence[tuple[Tensor, int]]) -> Tensor:
+def gather(rows: Sequence[Row]) -> Tensor:
     """The rows as one batch on the device they are on: a view where they lie together, else one copy."""
     views = runs(rows)
     return views[0] if len(views) == 1 else torch.cat(views)

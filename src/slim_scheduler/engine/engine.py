@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +19,7 @@ from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
-from slim_scheduler.core.messages import Reply, RequestArrived, RequestCancelled
+from slim_scheduler.core.messages import Reply, RequestCancelled
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import ServerView
@@ -39,15 +40,14 @@ from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.device import Device
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.host import Host, NoRecorder, StepRecorder
-from slim_scheduler.engine.inputs import Normalization, as_batch, check_constraints
+from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.machines import build_dispatcher, build_router, load_shape
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.protocol import SlimmableModel
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceResult:
+class InferenceResult(msgspec.Struct, frozen=True):
     """The one answer to a request. `logits` is float32 (n, classes) where `outcome` is answered, else None."""
 
     logits: npt.NDArray[np.float32] | None
@@ -184,9 +184,12 @@ class SlimEngine:
         Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
         be served. Cancelling the awaiting task cancels the request.
         """
-        return await self.submit(
-            items, deadline_s=deadline_s, priority=priority, widths=widths, accuracy_floor=accuracy_floor
-        )
+        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(request_id)
+            raise
 
     def submit(
         self,
@@ -202,45 +205,50 @@ class SlimEngine:
 
         `arrival` is the intended arrival on the engine's clock (`now`), which latency and deadline count from.
         """
+        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, arrival)
+        future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
+        return future
+
+    def _submit(
+        self,
+        items: npt.NDArray[Any],
+        deadline_s: Seconds | None,
+        priority: int,
+        widths: Sequence[float] | None,
+        accuracy_floor: float | None,
+        arrival: Seconds | None,
+    ) -> "tuple[RequestId, asyncio.Future[InferenceResult]]":
         if self._loop is None:
             raise SlimError("the engine is not running; await engine.start() first")
         exact: WidthTuple | None = check_constraints(self.shape, widths, accuracy_floor, deadline_s, priority)
-        batch = as_batch(items, self.shape, self._normalization)
+        inputs = checked(items, self.shape, self._normalization)
+        request_id = self._next_request
+        self._next_request += 1
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         if self._stopping:
             future.set_result(InferenceResult(None, Outcome.REJECTED, reason="the engine is stopping"))
-            return future
+            return request_id, future
         now = self.now() if arrival is None else arrival
-        request_id = self._next_request
-        ids = range(self._next_item, self._next_item + len(batch))
-        self._next_request += 1
+        ids = range(self._next_item, self._next_item + len(inputs))
         self._next_item = ids.stop
         constraints = None if exact is None and accuracy_floor is None else Constraints(exact, accuracy_floor)
         deadline = None if deadline_s is None else now + deadline_s
         self._waiting[request_id] = Waiting(ids, future)
-        self._host.ledger.add(request_id, ids, batch)
-        self._host.tell_dispatcher(
-            RequestArrived(Request(request_id, tuple(ids), now, deadline, priority, constraints))
-        )
-        if not future.done():
-            future.add_done_callback(lambda done: self._cancelled(request_id) if done.cancelled() else None)
-        return future
+        self._host.arrive(Request(request_id, tuple(ids), now, deadline, priority, constraints), inputs)
+        return request_id, future
 
-    def _cancelled(self, request_id: RequestId) -> None:
+    def _cancel(self, request_id: RequestId) -> None:
         if request_id in self._waiting:
             self._host.tell_dispatcher(RequestCancelled(request_id))
 
     def _answer(self, reply: Reply) -> None:
         waiting = self._waiting.pop(reply.request_id)
-        result = InferenceResult(None, reply.outcome, reply.items, reply.reason, reply.retry_after)
+        logits = None
         if reply.outcome is Outcome.ANSWERED:
-            logits = np.empty((len(waiting.items), self.shape.classes), np.float32)
-            for position, item in enumerate(waiting.items):
-                row = self.logits(item)
-                assert row is not None, f"item {item} of request {reply.request_id} was answered without a result"
-                logits[position] = row
-            result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after)
+            # A copy: other requests' answers lie in the same tensor.
+            logits = self._host.ledger.results(waiting.items).numpy().copy()
         self._host.ledger.forget(waiting.items)
+        result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after)
         if not waiting.future.done():
             waiting.future.set_result(result)
 

@@ -1,12 +1,17 @@
 """The live loop: delivers events to the pure machines, one at a time, and performs their commands.
 
 Owns the order of events and the items' tensors. Every decision is the machines'; `SlimEngine` is its only user. A
-batch starts the moment a scheduler asks for it, before any other event is looked at.
+batch starts the moment a scheduler asks for it, before any other event is looked at. Requests that come in one turn of
+the event loop are absorbed before the dispatcher decides about the first of them: fewer and larger blocks.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.messages import (
@@ -17,6 +22,7 @@ from slim_scheduler.core.messages import (
     LoadInstance,
     Message,
     Reply,
+    RequestArrived,
     RouterTooSlow,
     SendBlock,
     ServerEvent,
@@ -28,10 +34,11 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.types import Seconds, ServerName
+from slim_scheduler.core.types import Request, Seconds, ServerName
 from slim_scheduler.engine.activations import Ledger
 from slim_scheduler.engine.clock import MonotonicClock, Timers
 from slim_scheduler.engine.executor import Job
+from slim_scheduler.engine.inputs import joined
 from slim_scheduler.engine.live_server import LiveServer
 from slim_scheduler.engine.router_timer import TimedRouter
 
@@ -69,6 +76,7 @@ class Host:
         self.recorder = recorder
         self._answered = answered
         self._timers = Timers(clock, self._fire)
+        self._arrived: list[tuple[Request, npt.NDArray[np.float32]]] = []
         self._events: deque[tuple[ServerName, ServerEvent] | tuple[None, DispatcherEvent]] = deque()
         self._delivering = False
 
@@ -91,7 +99,14 @@ class Host:
             self._events.append((server.name, server.sample(now)))
         self._deliver()
 
+    def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
+        """A request came: the dispatcher hears of it with all others of this turn of the loop."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._arrived.append((request, items))
+
     def tell_dispatcher(self, event: DispatcherEvent) -> None:
+        self._admit()
         self._events.append((None, event))
         self._deliver()
 
@@ -105,9 +120,20 @@ class Host:
         self._events.append((None if machine == DISPATCHER else machine, TimerFired()))  # type: ignore[arg-type]
         self._deliver()
 
+    def _admit(self) -> None:
+        """Puts what arrived among the events, with all inputs in one tensor."""
+        if not self._arrived:
+            return
+        arrived, self._arrived = self._arrived, []
+        inputs = [items for _, items in arrived]
+        self.ledger.add([item for request, _ in arrived for item in request.items], joined(inputs, inputs[0].shape[1:]))
+        last = len(arrived) - 1
+        self._events.extend([(None, RequestArrived(request, i < last)) for i, (request, _) in enumerate(arrived)])
+
     def _deliver(self) -> None:
         if self._delivering:
             return  # called from within a command: the loop below gets to it
+        self._admit()
         self._delivering = True
         try:
             while self._events:

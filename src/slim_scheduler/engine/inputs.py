@@ -32,8 +32,8 @@ class Normalization(NamedTuple):
         return np.asarray(pixels * (1 / (255 * std)) - mean / std, np.float32)
 
 
-def as_batch(items: npt.NDArray[Any], shape: ModelShape, normalization: Normalization) -> Tensor:
-    """A float32 tensor of its own, (n, *item_shape). Raises InputError for another shape or type."""
+def checked(items: npt.NDArray[Any], shape: ModelShape, normalization: Normalization) -> npt.NDArray[np.float32]:
+    """Normalised items, (n, *item_shape), that nobody else can change. Raises InputError for another shape or type."""
     if not isinstance(items, np.ndarray):
         raise InputError(f"items are a {type(items).__name__}; give a numpy array, (n, {_by(shape.item_shape)})")
     if items.ndim != len(shape.item_shape) + 1 or items.shape[1:] != shape.item_shape or not len(items):
@@ -41,10 +41,17 @@ def as_batch(items: npt.NDArray[Any], shape: ModelShape, normalization: Normaliz
             f"items have shape ({_by(items.shape)}); {shape.name} takes (n, {_by(shape.item_shape)}), n at least 1"
         )
     if items.dtype == np.uint8:
-        return torch.from_numpy(normalization.apply(items))
+        return normalization.apply(items)
     if items.dtype == np.float32:
-        return torch.from_numpy(np.array(items, order="C"))  # a copy: the caller may reuse its array
+        return items.copy() if items.flags.writeable else items  # the caller may reuse its array
     raise InputError(f"items are {items.dtype}; give float32 (normalised) or uint8 (raw pixels)")
+
+
+def joined(parts: Sequence[npt.NDArray[np.float32]], item_shape: Sequence[int]) -> Tensor:
+    """Checked items as one tensor of its own, (n, *item_shape)."""
+    batch = np.empty((sum(map(len, parts)), *item_shape), np.float32)
+    np.concatenate(parts, out=batch)
+    return torch.from_numpy(batch)
 
 
 def check_constraints(

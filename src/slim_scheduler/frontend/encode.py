@@ -4,12 +4,13 @@ The response's parameters say what was decided and what it cost. The gRPC front 
 `cost_of`.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from slim_scheduler.core.types import ItemOutcome
+from slim_scheduler.core.types import ItemOutcome, WidthTuple
 from slim_scheduler.frontend.card import OUTPUT, VERSION, ModelCard
 from slim_scheduler.frontend.decode import InferenceCall
 
@@ -71,7 +72,7 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     items = answer.items
     energy = [item.energy_j for item in items if item.energy_j is not None]
     cost: dict[str, str | float] = {
-        "widths": _either([",".join([f"{width:g}" for width in item.widths]) for item in items]),
+        "widths": _either([spelled(item.widths) for item in items]),
         "servers": _either([",".join(item.servers) for item in items]),
         "queue_ms": round(max([item.queue_s for item in items]) * 1e3, 3),
         "compute_ms": round(max([item.compute_s for item in items]) * 1e3, 3),
@@ -82,6 +83,12 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if answer.unmet:
         cost["unmet"] = answer.unmet
     return cost
+
+
+@lru_cache(4096)
+def spelled(widths: WidthTuple) -> str:
+    """A width tuple as text, `0.25,0.5,0.75,1`."""
+    return ",".join([f"{width:g}" for width in widths])
 
 
 def labels_of(logits: np.ndarray[Any, Any], count: int, card: ModelCard) -> list[list[str]]:
@@ -100,5 +107,4 @@ def pack_strings(rows: list[list[str]]) -> bytes:
 
 
 def _either(per_item: list[str]) -> str:
-    first = per_item[0]
-    return first if all(text == first for text in per_item) else ";".join(per_item)
+    return per_item[0] if len(set(per_item)) == 1 else ";".join(per_item)

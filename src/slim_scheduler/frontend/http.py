@@ -67,13 +67,15 @@ class HttpFront:
                     await self._infer(found[1], found[2] or "", scope, headers, receive, send)
                     return
         except Refusal as refusal:
-            await self._refuse(refusal, headers, send)
+            await self._refuse(refusal, headers, scope, send)
             return
         except Disconnected:
             return
         except Exception:
             log.exception("a defect of the server, in %s", path)
-            await self._refuse(Refusal(Kind.INTERNAL, "a defect of the server; its log says more"), headers, send)
+            await self._refuse(
+                Refusal(Kind.INTERNAL, "a defect of the server; its log says more"), headers, scope, send
+            )
             return
         if len(path) > 1 and path.endswith("/"):
             scope["path"] = path.rstrip("/")  # with and without: a redirect would lose a POST's body
@@ -115,9 +117,9 @@ class HttpFront:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
         if len(reply) >= SMALLEST_COMPRESSED:
             reply = _compress(reply, headers, fields)
-        await self._reply(200, fields, reply, headers, send)
+        await self._reply(200, fields, reply, headers, scope, send)
 
-    async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], send: Send) -> None:
+    async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
         fields: HeaderList = [JSON]
         if refusal.kind is Kind.UNAVAILABLE:
             fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
@@ -126,15 +128,18 @@ class HttpFront:
         elif refusal.kind is Kind.NO_METHOD:
             fields.append((b"allow", b"POST"))
         body = msgspec.json.encode({"error": refusal.message})
-        await self._reply(int(refusal.kind), fields, body, headers, send)
+        await self._reply(int(refusal.kind), fields, body, headers, scope, send)
 
     async def _reply(
-        self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes], send: Send
+        self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes], scope: Scope, send: Send
     ) -> None:
         self.responses[status] = self.responses.get(status, 0) + 1
         fields.append((b"content-length", b"%d" % len(body)))
         if b"traceparent" in headers and (trace := _traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
+        connection = scope.get("slim.connection")
+        if connection is not None and scope["method"] == "POST" and connection.respond(status, fields, body):
+            return
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 

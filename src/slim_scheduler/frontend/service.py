@@ -18,7 +18,7 @@ from slim_scheduler.core.types import Outcome
 from slim_scheduler.frontend.asked import Asked
 from slim_scheduler.frontend.card import PLATFORM, VERSION
 from slim_scheduler.frontend.decode import InferenceCall
-from slim_scheduler.frontend.encode import Answer
+from slim_scheduler.frontend.encode import Answer, spelled
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.repository import Repository, Served
 from slim_scheduler.frontend.tracing import Trace
@@ -94,8 +94,7 @@ class Service:
         table, observer = served.accuracy, served.observer
         for item in items:
             accuracy = None if table is None else table.top1(item.widths)
-            widths = ",".join([f"{width:g}" for width in item.widths])
-            observer.item(widths, item.queue_s, item.compute_s, item.energy_j, accuracy)
+            observer.item(spelled(item.widths), item.queue_s, item.compute_s, item.energy_j, accuracy)
 
     # ---- state
 
@@ -180,11 +179,12 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
 
 
 def _energy_source(served: Served, items: Any) -> str:
+    names = {server for item in items if item.energy_j is not None for server in item.servers}
+    if not names:
+        return "none"
     views = served.engine.servers
     sources = {
-        view.report.energy_source
-        for name in {server for item in items for server in item.servers}
-        if (view := views.get(name)) is not None and view.report is not None
+        view.report.energy_source for name in names if (view := views.get(name)) is not None and view.report is not None
     }
     return "+".join(sorted(sources)) or "none"
 

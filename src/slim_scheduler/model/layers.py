@@ -66,7 +66,8 @@ def convolve(x: Tensor, weight: Tensor, stride: int) -> Tensor:
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, channels_per_group: int) -> Tensor:
-    return functional.group_norm(x, x.shape[1] // channels_per_group, weight, bias, NORM_EPS)
+    # not functional's, whose check of the batch size cannot be traced
+    return torch.group_norm(x, x.shape[1] // channels_per_group, weight, bias, NORM_EPS)
 
 
 def activate(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ slices; loading, unloading and moving really allocate and free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +74,8 @@ class ResNetSlice:
                 )
             weights = weights | self._variants[previous_width]
         with torch.no_grad():
+            if x.device == HOST:
+                return _run_as_one(self._network.arch, self.segment, weights, x)
             return run_segment(self._network.arch, self.segment, weights, x)
 
     def to_host(self) -> None:
@@ -113,6 +116,32 @@ def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
             features = torch.cat((features, x.amax(dim=(2, 3))), dim=1)
         x = functional.linear(features, weights["classifier"], weights["classifier.bias"])
     return x
+
+
+# One trace per segment of an architecture, for all slices of the process.
+_traces: dict[tuple[Architecture, int], Callable[..., Tensor]] = {}
+
+
+def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """`run_segment` as a single call into torch, which leaves the interpreter to other threads until it is done.
+
+    The same kernels in the same order, to the last bit. Weights are arguments and no size is fixed, so one trace serves
+    every width and batch size.
+    """
+    names = sorted(weights)
+    run = _traces.get((arch, segment))
+    if run is None:
+
+        def steps(x: Tensor, *values: Tensor) -> Tensor:
+            return run_segment(arch, segment, dict(zip(names, values, strict=True)), x)
+
+        with warnings.catch_warnings():
+            # torch.compile, which it recommends instead, needs a C++ compiler where it runs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            example = (x, *[weights[name] for name in names])
+            run = torch.jit.trace(steps, example, check_trace=False)  # type: ignore[no-untyped-call]
+        _traces[arch, segment] = run
+    return run(x, *[weights[name] for name in names])
 
 
 def _deployed(weight: Tensor, device: torch.device) -> Tensor:
