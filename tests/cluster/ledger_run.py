@@ -35,7 +35,7 @@ STOPPED = 1.6  # a stopped server goes on after so long
 RETURN_LIMIT = 90.0  # Ray gives up a lost machine and starts its servers elsewhere
 STALL_LOOK = 0.02
 WINDOW = 1.0  # throughput is taken over so long
-RECOVERY_SEEN = 4.0  # seconds after a fault that are looked at; later dips belong to something else
+RECOVERY = 3.0  # seconds after a fault in which throughput may fall because of it
 SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wait, so that the cores are not the limit
 
 
@@ -78,13 +78,16 @@ class Load:
     def submitted(self) -> int:
         return len(self._waiting)
 
-    def back_after(self, fault: float) -> float:
-        """Seconds after the fault from which on throughput, over a window, stays at 90 % of the load."""
+    def back_after(self, fault: float) -> float | None:
+        """Seconds from the fault to where throughput, over a window, is 90 % of the load again; 0 if it never fell."""
         ended = np.array(self.ended)
-        begins = np.arange(fault, min(fault + RECOVERY_SEEN, ended[-1] - WINDOW), 0.05)
-        answered = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins])
-        low = np.flatnonzero(answered < 0.9 * self._rate * WINDOW)
-        return 0.0 if not len(low) else round(0.05 * (int(low[-1]) + 1), 2)
+        begins = np.arange(fault, ended[-1] - WINDOW, 0.05)
+        enough = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins]) >= 0.9 * self._rate * WINDOW
+        fallen = np.flatnonzero(~enough[: round(RECOVERY / 0.05)])
+        if not len(fallen):
+            return 0.0
+        again = np.flatnonzero(enough[fallen[0] :])
+        return round(0.05 * int(fallen[0] + again[0]), 2) if len(again) else None
 
     def wrong(self) -> int:
         """Answers that are not the network's own at the widths that ran."""

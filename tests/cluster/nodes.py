@@ -15,10 +15,12 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
+from slim_scheduler.engine.cluster.ray_session import NICENESS
+
 # The router's machine has room for all servers, the others for two: whichever is removed, its servers find a place.
 SLOTS, FIRST_SLOTS = 2, 3
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
-HEALTH = {"health_check_period_ms": 1000}  # Ray gives up a machine after five failed checks
+SYSTEM = {"health_check_period_ms": 1000, **NICENESS}  # Ray gives up a machine after five failed checks
 RATE, DELAY = "433mbit", "1ms"  # Wi-Fi 5; the delay each way
 SWITCH = "slim-switch"
 CURRENT = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
@@ -41,7 +43,7 @@ class LocalNodes:
     def __init__(self, machines: int) -> None:
         from ray.cluster_utils import Cluster
 
-        head = {**NODE, "resources": {"slot": FIRST_SLOTS}, "include_dashboard": False, "_system_config": HEALTH}
+        head = {**NODE, "resources": {"slot": FIRST_SLOTS}, "include_dashboard": False, "_system_config": SYSTEM}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self.router: list[str] = []
@@ -90,7 +92,7 @@ class NamespaceNodes:
         self._shape(name, f"slim{i}")
         role = [f"--address={self.address}"]
         if i == 0:
-            role = ["--head", "--port=6379", "--include-dashboard=false", f"--system-config={json.dumps(HEALTH)}"]
+            role = ["--head", "--port=6379", "--include-dashboard=false", f"--system-config={json.dumps(SYSTEM)}"]
         role.append(f"--resources={json.dumps({'slot': SLOTS if i else FIRST_SLOTS})}")
         ray = [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"]
         ray += [f"--num-cpus={NODE['num_cpus']}", f"--object-store-memory={NODE['object_store_memory']}"]

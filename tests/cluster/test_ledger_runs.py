@@ -73,6 +73,7 @@ def check_faults(told: dict[str, Any], kind: str) -> None:
     assert faults
     for fault in faults:
         assert fault["detected"] < 1.0 + 2 * fault["stalled"], "a router that slept itself forgives that much silence"
+        assert fault["back"] is not None
         assert fault["back"] < 3.0
 
 

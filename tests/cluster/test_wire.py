@@ -6,7 +6,20 @@ import pytest
 from slim_scheduler.core.messages import BatchReported, BlockArrived, TasksReturned
 from slim_scheduler.core.types import Block, Task
 from slim_scheduler.engine.cluster.clock import OffsetEstimate, SharedClock
-from slim_scheduler.engine.cluster.wire import Parcel, Step, Told, cut, decode_parcel, decode_told, encode, join
+from slim_scheduler.engine.cluster.wire import (
+    Ask,
+    Forget,
+    Parcel,
+    Rows,
+    Step,
+    Told,
+    cut,
+    decode_ask,
+    decode_parcel,
+    decode_told,
+    encode,
+    join,
+)
 
 TASK = Task(5, 3, 1, 0.5, "a", 1.25, None, 0)
 BLOCK = Block(9, "b", 1, 0.75, 0.5, False, (TASK,), 2.0)
@@ -18,8 +31,10 @@ def test_messages_arrive_as_they_left():
         Step(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
         Step(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
     )
-    told = Told(0, 1.0, 2.0, 100, steps, ((5,),))
+    told = Told(0, 1.0, 2.0, 100, steps, ())
+    ask = Ask(0.5, Forget((1,), (2,)), parcel)
     assert decode_parcel(encode(parcel)) == parcel
+    assert decode_ask(encode(ask)) == ask
     assert decode_told(encode(told)) == told
 
 
@@ -49,3 +64,13 @@ def test_a_corrected_offset_never_turns_time_back():
     before = clock.now()
     clock.offset = -5.0
     assert clock.now() >= before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_answers_arrive_as_they_were(dtype):
+    output = np.arange(24, dtype=dtype).reshape(3, 8)[:, ::2]  # columns of a larger array do not lie together
+    told = Told(0, 1.0, 2.0, 100, (), (Rows.of((7, 8, 9), output),))
+    (answers,) = decode_told(encode(told)).answers
+    assert answers.tasks == (7, 8, 9)
+    assert answers.array.dtype == output.dtype
+    np.testing.assert_array_equal(answers.array, output)

@@ -86,22 +86,24 @@ class ServerActor:
 
     async def deliver(self, parcel: bytes, *pieces: Any) -> None:
         if self._life is not None:
-            items = join(pieces, self._shape.item_shape) if pieces else None
-            await self._life.receive(decode_parcel(parcel), items)
+            self._life.receive(decode_parcel(parcel), self._items(pieces))
 
     async def cancel(self, message: bytes) -> None:
         if self._life is not None:
             self._life.cancel(decode_cancel(message))
 
-    async def tell(self, ask: bytes) -> tuple[bytes, list[npt.NDArray[np.float32]]] | None:
+    async def tell(self, ask: bytes, *pieces: Any) -> bytes | None:
         """What happened since the router last asked; None from an actor that has not begun to live."""
         if self._life is None:
             return None
-        told, answers = await self._life.tell(decode_ask(ask))
-        return encode(told), answers
+        return encode(await self._life.tell(decode_ask(ask), self._items(pieces)))
 
-    async def fetch(self, tasks: list[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32] | None]:
-        return ((), None) if self._life is None else await self._life.fetch(tasks)
+    async def fetch(self, tasks: list[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32]] | None:
+        """Outputs for another server; None where none of them is here."""
+        return None if self._life is None else await self._life.fetch(tasks)
+
+    def _items(self, pieces: tuple[Any, ...]) -> npt.NDArray[np.float32] | None:
+        return join(pieces, self._shape.item_shape) if pieces else None
 
     def _warm_server(
         self, model: SlimmableModel, finished: Callable[[ServerName, Job], None], incarnation: int

@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from ray.exceptions import RayError
 
@@ -29,9 +27,10 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.types import Block, Seconds, ServerName
 from slim_scheduler.engine.activations import gather
 from slim_scheduler.engine.clock import MonotonicClock
+from slim_scheduler.engine.cluster.conversation import LifeOverError
 from slim_scheduler.engine.cluster.ledger import ClusterLedger
 from slim_scheduler.engine.cluster.life import CARRIED
-from slim_scheduler.engine.cluster.remote_server import LifeOverError, RemoteServer
+from slim_scheduler.engine.cluster.remote_server import RemoteServer
 from slim_scheduler.engine.cluster.seam import Seam
 from slim_scheduler.engine.cluster.wire import Parcel, Told
 from slim_scheduler.engine.host import Host, StepRecorder
@@ -69,6 +68,8 @@ class ClusterHost(Host):
     async def join(self, *servers: RemoteServer) -> None:
         """Begins the servers' first lives, introduces them to each other, and tells the dispatcher. Raises RayError."""
         self.remotes |= {server.name: server for server in servers}
+        for server in servers:
+            server.hear = self._hear
         peers = self._peers()
         try:
             await asyncio.gather(*[server.begin(peers) for server in servers])
@@ -116,7 +117,7 @@ class ClusterHost(Host):
         """From life to life, until the engine stops or the server is removed."""
         while True:
             try:
-                await server.listen(self._hear)
+                await server.listen()
             except (RayError, LifeOverError) as error:
                 self.tell_dispatcher(ServerLeft(server.name, reason(error)))
             if await server.revive(self._peers()):
@@ -132,9 +133,9 @@ class ClusterHost(Host):
 
     # ---- messages
 
-    def _hear(self, server: RemoteServer, told: Told, answers: list[npt.NDArray[np.float32]]) -> None:
-        for tasks, output in zip(told.answers, answers, strict=True):
-            self.ledger.answered(tasks, torch.from_numpy(output.copy()))
+    def _hear(self, server: RemoteServer, told: Told) -> None:
+        for answers in told.answers:
+            self.ledger.answered(answers.tasks, torch.from_numpy(answers.array.copy()))
         for step in told.steps:
             if step.event is not None:
                 self.recorder.step(server.name, step.at, step.event, step.commands)

@@ -6,6 +6,7 @@ starts again is a new life with the next incarnation.
 """
 
 import asyncio
+import contextlib
 import time
 import warnings
 from collections import deque
@@ -30,11 +31,11 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.types import Seconds, ServerName, Task, TaskId
+from slim_scheduler.core.types import Block, Seconds, ServerName, Task, TaskId
 from slim_scheduler.engine.clock import Timers
 from slim_scheduler.engine.cluster.clock import SharedClock
 from slim_scheduler.engine.cluster.shelf import Shelf
-from slim_scheduler.engine.cluster.wire import Ask, Parcel, Step, Told
+from slim_scheduler.engine.cluster.wire import Ask, Parcel, Rows, Step, Told
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.live_server import LiveServer
 
@@ -42,6 +43,8 @@ FETCH_TIMEOUT: Seconds = 1.0  # for another server's outputs; below the dispatch
 
 # Arrays that Ray hands out lie in its shared memory, read-only. So are rows here: segments never write to their input.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+Wanted = tuple[Task, TaskId]  # and the task whose output it continues
 
 CARRIED = (BatchReported, TasksReturned, ServerReported)
 
@@ -70,6 +73,7 @@ class ServerLife:
         self._timers = Timers(clock, lambda _: self._take(TimerFired()))
         self._events: deque[ServerEvent] = deque()
         self._delivering = False
+        self._fetching: set[asyncio.Task[None]] = set()
         self._steps: list[Step] = []
         self._told = 0
         self._news = asyncio.Event()
@@ -85,22 +89,30 @@ class ServerLife:
         if self._sampler is not None:
             self._sampler.cancel()
         self._timers.stop()
+        for fetching in self._fetching:
+            fetching.cancel()
         await self._server.executor.stop()
 
     # ---- from the router
 
-    async def receive(self, parcel: Parcel, items: npt.NDArray[np.float32] | None) -> None:
+    def receive(self, parcel: Parcel, items: npt.NDArray[np.float32] | None) -> None:
         """A block came. It reaches the scheduler when its inputs are here; tasks whose inputs are lost go back."""
         block = parcel.block
         asked = [(task, source) for task, source in zip(block.tasks, parcel.sources, strict=True) if source is not None]
-        lost: set[TaskId] = set()
         if block.segment == 0:
             if items is not None:
                 rows = torch.from_numpy(items)
                 for task, row in asked:
                     self._shelf.put_input(task, (rows, row))
-        else:
-            lost = await self._collect(asked)
+            return self._arrive(block, set())
+        lost, elsewhere = self._at_home(asked)
+        if not elsewhere:
+            return self._arrive(block, lost)
+        fetching = asyncio.create_task(self._fetch(block, lost, elsewhere))
+        self._fetching.add(fetching)
+        fetching.add_done_callback(self._fetching.discard)
+
+    def _arrive(self, block: Block, lost: set[TaskId]) -> None:
         if lost:
             returned = TasksReturned(
                 self._server.name,
@@ -117,10 +129,12 @@ class ServerLife:
     def cancel(self, message: CancelTasks) -> None:
         self._take(message)
 
-    async def tell(self, ask: Ask) -> tuple[Told, list[npt.NDArray[np.float32]]]:
-        """What happened since the last time; waits until something did."""
+    async def tell(self, ask: Ask, items: npt.NDArray[np.float32] | None) -> Told:
+        """Takes in the block that came along, and says what happened since the last time; waits until something did."""
         asked_at = time.monotonic()
         self._clock.offset = ask.offset
+        if ask.parcel is not None:
+            self.receive(ask.parcel, items)
         self._shelf.forget(ask.forget.outputs, ask.forget.items)
         async with self._turn:
             await self._news.wait()
@@ -131,25 +145,24 @@ class ServerLife:
             answers, self._shelf.answers = self._shelf.answers, []
             number = self._told
             self._told += 1
-        whose = tuple([tasks for tasks, _ in answers])
-        told = Told(number, asked_at, time.monotonic(), self._server.memory_used, tuple(steps), whose)
-        return told, [output.numpy() for _, output in answers]
+        rows = tuple([Rows.of(tasks, output.numpy()) for tasks, output in answers])
+        return Told(number, asked_at, time.monotonic(), self._server.memory_used, tuple(steps), rows)
 
-    async def fetch(self, tasks: Sequence[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32] | None]:
-        """Outputs for another server, in host memory."""
+    async def fetch(self, tasks: Sequence[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32]] | None:
+        """Outputs for another server, in host memory: those of them that are here, None for none."""
         found, output = self._shelf.rows(tasks)
         if output is None:
-            return found, None
+            return None
         if output.device.type != "cpu":
             output = await asyncio.to_thread(output.cpu)
         return found, output.numpy()
 
     # ---- inputs
 
-    async def _collect(self, asked: list[tuple[Task, TaskId]]) -> set[TaskId]:
-        """Puts each task's input on the shelf, fetched from its home where that is another server. Those it failed."""
+    def _at_home(self, asked: list[Wanted]) -> tuple[set[TaskId], dict[ServerName, list[Wanted]]]:
+        """Shelves the inputs that lie here. Returns the tasks whose inputs are lost, and what to fetch, by home."""
         lost: set[TaskId] = set()
-        elsewhere: dict[ServerName, list[tuple[Task, TaskId]]] = {}
+        elsewhere: dict[ServerName, list[Wanted]] = {}
         for task, source in asked:
             assert task.home is not None, "a task after the first segment has a home"
             if task.home != self._server.name:
@@ -158,24 +171,28 @@ class ServerLife:
                 self._shelf.put_input(task, row)
             else:
                 lost.add(task.task_id)
-        fetches = [self._fetch_from(home, wanted) for home, wanted in elsewhere.items()]
-        return lost.union(*await asyncio.gather(*fetches))
+        return lost, elsewhere
 
-    async def _fetch_from(self, home: ServerName, wanted: list[tuple[Task, TaskId]]) -> set[TaskId]:
+    async def _fetch(self, block: Block, lost: set[TaskId], elsewhere: dict[ServerName, list[Wanted]]) -> None:
+        try:
+            failed = await asyncio.gather(*[self._fetch_from(home, wanted) for home, wanted in elsewhere.items()])
+        except Exception as error:
+            return self._break(error)
+        self._arrive(block, lost.union(*failed))
+
+    async def _fetch_from(self, home: ServerName, wanted: list[Wanted]) -> set[TaskId]:
         from ray.exceptions import RayError
 
-        found: tuple[TaskId, ...] = ()
-        output: npt.NDArray[np.float32] | None = None
+        reply: tuple[tuple[TaskId, ...], npt.NDArray[np.float32]] | None = None
         if home in self._peers:
-            try:
-                reply = self._peers[home].fetch.remote([source for _, source in wanted])
-                found, output = await asyncio.wait_for(reply, FETCH_TIMEOUT)
-            except (RayError, TimeoutError):
-                found = ()  # it died or does not answer: the items begin again, which is the dispatcher's decision
+            # Dead or silent: the items begin again, which is the dispatcher's decision.
+            with contextlib.suppress(RayError, TimeoutError):
+                asked = self._peers[home].fetch.remote([source for _, source in wanted])
+                reply = await asyncio.wait_for(asked, FETCH_TIMEOUT)
         lost = {task.task_id for task, _ in wanted}
-        if output is not None:
-            rows = torch.from_numpy(output)
-            place = {source: row for row, source in enumerate(found)}
+        if reply is not None:
+            rows = torch.from_numpy(reply[1])
+            place = {source: row for row, source in enumerate(reply[0])}
             for task, source in wanted:
                 if source in place:
                     self._shelf.put_input(task, (rows, place[source]))

@@ -13,6 +13,8 @@ import ray
 from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.errors import ConfigError
 
+# Ray's workers give way to everything else on their machine (niceness 15); a server that must answer cannot.
+NICENESS = {"worker_niceness": 0}
 LOCAL_OBJECT_STORE = 256 << 20  # bytes, of a cluster on this machine alone: a few hundred blocks' worth
 
 
@@ -39,6 +41,7 @@ class RaySession:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address == "local":
             options |= {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_STORE}
+            options |= {"_system_config": NICENESS}
             # This machine plays every machine that the servers ask for.
             options |= {"resources": {name: 1e6 for server in self._servers for name in server.resources}}
         try:
@@ -71,6 +74,7 @@ class RaySession:
             "num_cpus": 0,
             **self.needs(knobs),
             "max_restarts": -1,
+            "enable_task_events": False,  # Ray would keep every call's history for its dashboard
             "max_task_retries": 0,  # running something again is the dispatcher's decision
             "scheduling_strategy": "SPREAD",
         }

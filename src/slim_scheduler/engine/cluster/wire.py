@@ -1,6 +1,7 @@
 """What crosses a Ray call between the router and a server, as MessagePack: blocks one way, a server's steps the other.
 
-Tensors travel beside these messages, as arrays. Nothing here decides or keeps anything.
+Nothing here decides or keeps anything. Activations between servers travel as arrays instead: they are large, and Ray
+hands arrays over without a copy.
 """
 
 from typing import Any
@@ -36,10 +37,14 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The router asks what a server did. `offset` leads from the server's own clock to the dispatcher's."""
+    """The router asks what a server did, and may send a block along: an answer per block needs no call of its own.
+
+    `offset` leads from the server's own clock to the dispatcher's.
+    """
 
     offset: Seconds
     forget: Forget
+    parcel: Parcel | None = None
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -51,9 +56,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The server's answer: its steps since the last one, and whose answers the arrays beside it are.
+    """The server's answer: its steps since the last one, and the answers to items.
 
-    `number` counts a life's answers from 0: two questions that are open together may be answered the other way round.
+    `number` counts a life's answers from 0: questions that are open together may be answered the other way round.
     `asked_at` and `told_at` are on the server's own clock: with the router's two times they give its offset.
     """
 
@@ -62,7 +67,25 @@ class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
     told_at: Seconds
     memory_used: Bytes
     steps: tuple[Step, ...]
-    answers: tuple[tuple[TaskId, ...], ...]
+    answers: "tuple[Rows, ...]"
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Outputs of tasks: row i of an array is tasks[i]'s."""
+
+    tasks: tuple[TaskId, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    data: memoryview
+
+    @classmethod
+    def of(cls, tasks: tuple[TaskId, ...], output: npt.NDArray[Any]) -> "Rows":
+        return cls(tasks, output.shape, output.dtype.str, np.ascontiguousarray(output).reshape(-1).view(np.uint8).data)
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """May not be written to."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 encode = msgspec.msgpack.Encoder().encode
