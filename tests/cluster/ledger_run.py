@@ -35,7 +35,7 @@ STOPPED = 1.6  # a stopped server goes on after so long
 RETURN_LIMIT = 90.0  # Ray gives up a lost machine and starts its servers elsewhere
 STALL_LOOK = 0.02
 WINDOW = 1.0  # throughput is taken over so long
-RECOVERY = 3.0  # seconds after a fault in which throughput may fall because of it
+FALL = 2.0  # seconds after a fault in which throughput may fall because of it; later, Ray starts processes on our cores
 SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wait, so that the cores are not the limit
 
 
@@ -83,7 +83,7 @@ class Load:
         ended = np.array(self.ended)
         begins = np.arange(fault, ended[-1] - WINDOW, 0.05)
         enough = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins]) >= 0.9 * self._rate * WINDOW
-        fallen = np.flatnonzero(~enough[: round(RECOVERY / 0.05)])
+        fallen = np.flatnonzero(~enough[: round(FALL / 0.05)])
         if not len(fallen):
             return 0.0
         again = np.flatnonzero(enough[fallen[0] :])
