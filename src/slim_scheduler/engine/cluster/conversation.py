@@ -93,13 +93,18 @@ class Conversation:
 
     def _answered(self, sent: Seconds, answer: "asyncio.Future[Any]") -> None:
         self._open.discard(answer)
-        if answer.cancelled() or self._over.done():
+        if answer.cancelled():
+            return
+        error = answer.exception()  # asked for even after the end, or asyncio complains that nobody did
+        if self._over.done():
             return
         try:
+            if error is not None:
+                raise error
             self._take(sent, answer.result())
             self._ask_enough()
-        except Exception as error:
-            self._over.set_exception(error)
+        except Exception as end:
+            self._over.set_exception(end)
 
     def _take(self, sent: Seconds, reply: bytes | None) -> None:
         if reply is None:
