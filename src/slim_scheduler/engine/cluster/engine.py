@@ -14,6 +14,7 @@ from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
+from slim_scheduler.engine.assembly import live_config
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.cluster.actor import ServerActor
 from slim_scheduler.engine.cluster.host import ClusterHost
@@ -97,7 +98,8 @@ class ClusterEngine(SlimEngine):
 
     @staticmethod
     def _live_config(config: Config) -> Config:
-        return cluster_config(config)
+        # Links are real here; [network] is what routers assume of them.
+        return msgspec.structs.replace(live_config(config), network=config.network)
 
     def _build_host(
         self,
@@ -131,10 +133,3 @@ class ClusterEngine(SlimEngine):
             self._log,
             self.config.cluster.hung_limit_s,
         )
-
-
-def cluster_config(config: Config) -> Config:
-    """The configuration without what only a simulation has. Links are real here; [network] is what routers assume."""
-    if any(server.name == DISPATCHER for server in config.servers):
-        raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
-    return msgspec.structs.replace(config, faults=())
