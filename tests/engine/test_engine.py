@@ -15,11 +15,6 @@ from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, image
 THREE_UNEQUAL = ({}, {"slowdown": 1.5}, {"slowdown": 3.0, "max_batch": 4})
 
 
-async def a_turn():
-    """Lets the loop go round: the engine hears of requests a turn after they were submitted."""
-    await asyncio.sleep(0)
-
-
 async def test_answers_are_the_networks_own_at_the_widths_that_ran():
     items = images(64)
     async with engine_of(config_of(THREE_UNEQUAL)) as engine:
@@ -102,7 +97,6 @@ async def test_missed_deadline_expires_within_50_ms_and_never_runs_further():
 async def test_deadline_in_the_past_expires_at_once():
     async with engine_of(config_of()) as engine:
         future = engine.submit(images(1), deadline_s=-1.0)
-        await a_turn()
         assert future.done()
         assert future.result().outcome is Outcome.EXPIRED
 
@@ -111,17 +105,14 @@ async def test_cancelling_the_awaiting_task_cancels_the_request_and_frees_its_pl
     config = config_of([{"slowdown": 500.0, "max_batch": 1}], dispatch={"max_waiting_items": 4})
     async with engine_of(config) as engine:
         waiting = [asyncio.create_task(engine.infer(images(1))) for _ in range(4)]
-        await a_turn()  # to submit
-        await a_turn()  # to be heard of
+        await asyncio.sleep(0)  # let them submit
         assert engine.counts["requests"]["in_flight"] == 4
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert all(task.cancelled() for task in waiting)
         assert engine.counts["requests"] | {"cancelled": 4, "in_flight": 0} == engine.counts["requests"]
-        again = engine.submit(images(1))
-        await a_turn()
-        assert not again.done(), "there is room again"
+        assert not engine.submit(images(1)).done(), "there is room again"
         await engine.stop(grace_s=0)
 
 
@@ -129,7 +120,6 @@ async def test_full_queue_rejects_at_once_with_retry_after():
     config = config_of([{"slowdown": 500.0, "max_batch": 1, "credit_tasks": 1}], dispatch={"max_waiting_items": 8})
     async with engine_of(config) as engine:
         futures = [engine.submit(images(1)) for _ in range(40)]
-        await a_turn()
         refused = [future.result() for future in futures if future.done()]
         assert len(refused) >= 30
         for result in refused:
@@ -138,6 +128,7 @@ async def test_full_queue_rejects_at_once_with_retry_after():
             assert result.reason
             assert result.retry_after is not None
             assert result.retry_after > 0
+        await asyncio.sleep(0)
         held = len(engine._host.ledger)
         assert held == engine.counts["items"]["in_flight"] <= 10, "a refused item leaves nothing behind"
         await engine.stop(grace_s=0)

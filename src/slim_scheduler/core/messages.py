@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class RequestArrived(Message, frozen=True, gc=False):
-    """`more`: others came together with it, and deciding waits for the last of them."""
+    """`more`: another event follows at once, and deciding waits for it."""
 
     request: Request
     more: bool = False

@@ -7,6 +7,8 @@ thread.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._items: dict[ItemId, ItemState] = {}
+        self._answers: tuple[Tensor | None, npt.NDArray[np.float32]] = None, np.empty(0, np.float32)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -88,10 +91,15 @@ class Ledger:
         batch, row = state.output
         return batch[row]
 
-    def results(self, items: Iterable[ItemId]) -> Tensor:
-        """The newest outputs of items that have one, (items, ...)."""
-        rows = [self._items[item].output for item in items]
-        return gather([row for row in rows if row is not None])
+    def results(self, items: Sequence[ItemId]) -> npt.NDArray[np.float32]:
+        """A copy of the newest outputs of items that have one, (items, ...)."""
+        rows = [row for item in items if (row := self._items[item].output) is not None]
+        if len(rows) > 1:
+            return gather(rows).numpy().copy()
+        batch, at = rows[0]
+        if batch is not self._answers[0]:  # one conversion for all requests of a batch
+            self._answers = batch, batch.numpy()
+        return self._answers[1][at : at + 1].copy()
 
     def forget(self, items: Iterable[ItemId]) -> None:
         for item in items:

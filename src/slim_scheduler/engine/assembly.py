@@ -42,8 +42,12 @@ def live_server(
     finished: Callable[[ServerName, Job], None],
     device: Device | None = None,
     incarnation: int = 0,
+    on_loop: bool = False,
 ) -> LiveServer:
-    """One configured server, not yet started. `device`, where given, is used instead of the one configured."""
+    """One configured server, not yet started. `device`, where given, is used instead of the one configured.
+
+    `on_loop`: its brief batches may run on the event loop.
+    """
     server = next(server for server in config.servers if server.name == name)
     scheduler = build_server(config, name, shape, incarnation)
     device = device or open_device(
@@ -54,7 +58,7 @@ def live_server(
         max_batch=server.max_batch,
         memory_limit=int(server.vram_budget_gib * GIB),
     )
-    executor = Executor(name, device, server.concurrency, server.slowdown, finished)
+    executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and device.name == "cpu")
     profile = (profiles or {}).get(name)
     power = profile.power if profile is not None and profile.power_source != "none" else None
     alone = sum(other.device == "cpu" for other in config.servers) == 1

@@ -245,8 +245,7 @@ class SlimEngine:
         waiting = self._waiting.pop(reply.request_id)
         logits = None
         if reply.outcome is Outcome.ANSWERED:
-            # A copy: other requests' answers lie in the same tensor.
-            logits = self._host.ledger.results(waiting.items).numpy().copy()
+            logits = self._host.ledger.results(waiting.items)
         self._host.ledger.forget(waiting.items)
         result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after)
         if not waiting.future.done():
@@ -312,7 +311,14 @@ class SlimEngine:
         """The servers in this process, around the dispatcher. A cluster's are elsewhere (`engine/cluster`)."""
         servers = {
             server.name: live_server(
-                self.config, server.name, model, self.shape, self.profiles, self._finished, devices.get(server.name)
+                self.config,
+                server.name,
+                model,
+                self.shape,
+                self.profiles,
+                self._finished,
+                devices.get(server.name),
+                on_loop=len(self.config.servers) == 1,
             )
             for server in self.config.servers
         }

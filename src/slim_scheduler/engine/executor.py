@@ -1,7 +1,8 @@
 """The execution threads of one server: batches on `concurrency` threads, loads and unloads on one more.
 
 The event loop hands jobs in and gets each back, finished, by a call on the loop. Threads share nothing with the loop
-but the job. Errors become part of the job: an execution thread never dies.
+but the job. Errors become part of the job: an execution thread never dies. A batch that takes less than being handed to
+a thread and back may run on the loop itself (`Brief`).
 """
 
 import asyncio
@@ -41,6 +42,36 @@ class BatchJob:
         return isinstance(self.error, OutOfMemoryError)
 
 
+BRIEF: Seconds = 0.0005  # two wake-ups of a thread and two waits for the interpreter cost a third of this or more
+TURN: Seconds = 0.002  # the longest that batches keep the loop from everything else
+
+
+class Brief:
+    """Which batches may run on the event loop: those whose like, last time, was done in less than `BRIEF`."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, float | None, float], tuple[int, Seconds]] = {}
+        self._spent: Seconds = 0.0
+
+    def expects(self, batch: Batch) -> bool:
+        size, seconds = self._last.get((batch.segment, batch.previous_width, batch.width), (1, BRIEF))
+        return seconds * max(1.0, len(batch.tasks) / size) < BRIEF
+
+    def ran(self, job: BatchJob) -> None:
+        batch = job.batch
+        if job.tasks:
+            seconds = BRIEF if job.error is not None else job.seconds
+            self._last[batch.segment, batch.previous_width, batch.width] = len(job.tasks), seconds
+
+    def turn_is_over(self, seconds: Seconds) -> bool:
+        """Whether it is time to let the loop go round, after so many more seconds of batches."""
+        self._spent += seconds
+        if self._spent < TURN:
+            return False
+        self._spent = 0.0
+        return True
+
+
 @dataclass(slots=True)
 class LoadJob:
     load: LoadInstance
@@ -58,7 +89,10 @@ Job = BatchJob | LoadJob | UnloadJob
 
 
 class Executor:
-    """Runs one server's jobs. `finished(name, job)` is called on the event loop, once per job."""
+    """Runs one server's jobs. `finished(name, job)` is called on the event loop, once per job.
+
+    With `on_loop`, brief batches run on the loop, inside `submit`, and `finished` may be called before it returns.
+    """
 
     def __init__(
         self,
@@ -67,6 +101,7 @@ class Executor:
         concurrency: int,
         slowdown: float,
         finished: Callable[[ServerName, Job], None],
+        on_loop: bool = False,
     ) -> None:
         self.name = name
         self.device = device
@@ -79,6 +114,8 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Others' batches would wait for the loop, and a slowed down server must not slow the loop down.
+        self._brief = Brief() if on_loop and concurrency == 1 and slowdown == 1.0 else None
 
     @property
     def instances(self) -> int:
@@ -94,7 +131,22 @@ class Executor:
             self._threads.append(thread)
 
     def submit(self, job: Job) -> None:
-        (self._batches if isinstance(job, BatchJob) else self._moves).put(job)
+        if not isinstance(job, BatchJob):
+            self._moves.put(job)
+        elif self._brief is not None and self._brief.expects(job.batch):
+            self._run_here(job, self._brief)
+        else:
+            self._batches.put(job)
+
+    def _run_here(self, job: BatchJob, brief: Brief) -> None:
+        with self.device.thread():
+            self._do(job)
+        brief.ran(job)
+        if brief.turn_is_over(job.seconds):
+            assert self._loop is not None
+            self._loop.call_soon(self._finished, self.name, job)
+        else:
+            self._finished(self.name, job)
 
     async def stop(self) -> None:
         """Lets running jobs end, drops waiting ones, frees every instance."""
@@ -120,6 +172,8 @@ class Executor:
             if not self._stopping.is_set():
                 if refusal is None:
                     self._do(job)
+                    if self._brief is not None and isinstance(job, BatchJob):
+                        self._brief.ran(job)
                 else:
                     job.error = refusal
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more

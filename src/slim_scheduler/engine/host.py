@@ -34,7 +34,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.types import Request, Seconds, ServerName
+from slim_scheduler.core.types import Request, RequestId, Seconds, ServerName
 from slim_scheduler.engine.activations import Ledger
 from slim_scheduler.engine.clock import MonotonicClock, Timers
 from slim_scheduler.engine.executor import Job
@@ -76,7 +76,8 @@ class Host:
         self.recorder = recorder
         self._answered = answered
         self._timers = Timers(clock, self._fire)
-        self._arrived: list[tuple[Request, npt.NDArray[np.float32]]] = []
+        self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
+        self._undecided = False
         self._events: deque[tuple[ServerName, ServerEvent] | tuple[None, DispatcherEvent]] = deque()
         self._delivering = False
 
@@ -100,13 +101,14 @@ class Host:
         self._deliver()
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
-        """A request came: the dispatcher hears of it with all others of this turn of the loop."""
-        if not self._arrived:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        self._arrived.append((request, items))
+        """A request came: taken or refused at once, and decided about with the others of this turn of the loop."""
+        if not self._undecided:
+            self._undecided = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._arrived[request.request_id] = request, items
+        self._step_dispatcher(RequestArrived(request, more=True))
 
     def tell_dispatcher(self, event: DispatcherEvent) -> None:
-        self._admit()
         self._events.append((None, event))
         self._deliver()
 
@@ -120,20 +122,23 @@ class Host:
         self._events.append((None if machine == DISPATCHER else machine, TimerFired()))  # type: ignore[arg-type]
         self._deliver()
 
-    def _admit(self) -> None:
-        """Puts what arrived among the events, with all inputs in one tensor."""
+    def _end_turn(self) -> None:
+        if self._undecided:
+            self.tell_dispatcher(TimerFired())  # a spare one does no harm, and every event is followed by decisions
+
+    def _keep_inputs(self) -> None:
+        """The inputs of what was taken since the last time, in one tensor."""
         if not self._arrived:
             return
-        arrived, self._arrived = self._arrived, []
-        inputs = [items for _, items in arrived]
-        self.ledger.add([item for request, _ in arrived for item in request.items], joined(inputs, inputs[0].shape[1:]))
-        last = len(arrived) - 1
-        self._events.extend([(None, RequestArrived(request, i < last)) for i, (request, _) in enumerate(arrived)])
+        inputs = [items for _, items in self._arrived.values()]
+        ids = [item for request, _ in self._arrived.values() for item in request.items]
+        self.ledger.add(ids, joined(inputs, inputs[0].shape[1:]))
+        self._arrived.clear()
 
     def _deliver(self) -> None:
         if self._delivering:
             return  # called from within a command: the loop below gets to it
-        self._admit()
+        self._keep_inputs()
         self._delivering = True
         try:
             while self._events:
@@ -148,6 +153,8 @@ class Host:
     def _step_dispatcher(self, event: DispatcherEvent) -> None:
         now = self.clock.now()
         commands = self.dispatcher.handle(event, now)
+        if self._undecided:
+            self._undecided = isinstance(event, RequestArrived)
         self.recorder.step(DISPATCHER, now, event, commands)
         for command in commands:
             match command:
@@ -155,6 +162,7 @@ class Host:
                     self.ledger.sent(block.tasks)
                     self._events.append((block.server, BlockArrived(block)))
                 case Reply():
+                    self._arrived.pop(command.request_id, None)  # refused: its inputs are not needed
                     self._answered(command)
                 case CancelTasks():
                     self._events.append((command.server, command))
