@@ -193,7 +193,7 @@ def build_server(config: Config, name: ServerName, shape: ModelShape, incarnatio
     return ServerScheduler(name, knobs, shape, incarnation)
 
 
-STREAMS = ("router", "workload", "faults", "network")
+STREAMS = ("router", "workload", "faults", "network", "devices")
 
 
 def run_rng(seed: int, part: str) -> Generator:

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from slim_scheduler.core.errors import ProfileError
@@ -14,6 +15,20 @@ def test_a_curve_is_linear_between_its_points_and_flat_beyond():
 def test_latency_is_linear_between_measured_batch_sizes_and_beyond():
     table = LatencyTable(profile(0.01), 16)
     assert [table.seconds(0, None, 1.0, n) for n in (1, 2, 8, 16)] == pytest.approx([0.01, 0.02, 0.08, 0.16])
+
+
+def test_the_mean_counts_where_it_was_measured_and_so_does_how_far_batches_are_from_it():
+    known = profile(0.01)
+    assert LatencyTable(known, 4).variation(0, None, 1.0, 3) == 0.0
+    rows = [
+        msgspec.structs.replace(
+            row, mean=tuple(2 * s for s in row.seconds), deviation=tuple(0.5 * s for s in row.seconds)
+        )
+        for row in known.latency_rows
+    ]
+    table = LatencyTable(msgspec.structs.replace(known, latency_rows=tuple(rows)), 4)
+    assert table.seconds(0, None, 1.0, 3) == pytest.approx(0.06)
+    assert table.variation(0, None, 1.0, 3) == pytest.approx(0.25)
 
 
 def test_a_row_that_was_not_measured_is_named():

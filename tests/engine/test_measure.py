@@ -3,6 +3,7 @@
 from slim_scheduler.core.profile import LatencyTable
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.measure import measure_model
+from slim_scheduler.engine.measuring_bench import VISITS
 from slim_scheduler.profile_file import read_profile, write_profile
 
 from .live import NETWORK, SHAPE
@@ -11,7 +12,12 @@ from .live import NETWORK, SHAPE
 async def test_profile_has_every_piece_at_every_batch_size(tmp_path):
     seen: list[tuple[int, int]] = []
     profile = await measure_model(
-        NETWORK, "cpu", batches=(1, 4), busy=(2.0,), rounds=1, progress=lambda done, of: seen.append((done, of))
+        NETWORK,
+        "cpu",
+        batches=(1, 4),
+        slowdowns=(1.0, 2.0),
+        rounds=1,
+        progress=lambda done, of: seen.append((done, of)),
     )
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
@@ -27,7 +33,12 @@ async def test_profile_has_every_piece_at_every_batch_size(tmp_path):
                 assert 0 < latency.seconds(segment, previous, width, 1) < 5
                 assert 0 < latency.seconds(segment, previous, width, 8) < 5
     assert 0 < profile.load_time(max(SHAPE.weight_bytes[3])) < 5
-    assert profile.slowdown(0.0) == 1.0 <= profile.slowdown(1.0)
+    for row in profile.latency_rows:
+        for median, spread, mean, deviation in zip(row.seconds, row.spread, row.mean, row.deviation, strict=True):
+            assert 0 < median < 5
+            assert 0 < mean < 5
+            assert spread >= 0
+            assert deviation > 0
     assert profile.power_source in ("estimated", "counter")
-    points = len(profile.latency_rows) * 2
-    assert seen == [(done, 2 * points) for done in range(1, 2 * points + 1)]
+    runs = len(profile.latency_rows) * 2 * VISITS
+    assert seen == [(done, runs) for done in range(1, runs + 1)]

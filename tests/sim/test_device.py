@@ -1,7 +1,11 @@
+from statistics import fmean, stdev
+
+import msgspec
 import pytest
+from numpy.random import default_rng
 
 from slim_scheduler.core.errors import ProfileError
-from slim_scheduler.core.profile import Curve
+from slim_scheduler.core.profile import Curve, Profile
 from slim_scheduler.sim.device import Device
 from tests.sim.devices import batch, small_profile, small_shape
 
@@ -30,6 +34,45 @@ def test_slowdown_of_the_server_multiplies_every_batch() -> None:
     d = device(slowdown=2.5)
     d.start(batch(1, size=6), False, 0.0)
     assert done(d) == (0.025, 1)
+
+
+def varying_profile() -> Profile:
+    """6 items take 12 ms at the mean, although the median says 10, and 3 ms more or less."""
+    known = small_profile()
+    rows = [
+        msgspec.structs.replace(
+            row, mean=tuple(1.2 * s for s in row.seconds), deviation=tuple(0.3 * s for s in row.seconds)
+        )
+        for row in known.latency_rows
+    ]
+    return msgspec.structs.replace(known, latency_rows=tuple(rows))
+
+
+def drawn_times(seed: int) -> list[float]:
+    d = Device(varying_profile(), small_shape(), max_batch=8, rng=default_rng(seed))
+    times, now = [], 0.0
+    for i in range(2000):
+        d.start(batch(i, size=6), False, now)
+        end = d.next_done()
+        assert end is not None
+        times.append(end - now)
+        d.finish(end)
+        now = end
+    return times
+
+
+def test_batches_differ_as_much_as_the_profile_says_and_the_same_for_the_same_seed() -> None:
+    times = drawn_times(1)
+    assert fmean(times) == pytest.approx(0.012, rel=0.02)
+    assert stdev(times) == pytest.approx(0.003, rel=0.05)
+    assert min(times) > 0
+    assert times == drawn_times(1) != drawn_times(2)
+
+
+def test_without_a_generator_every_batch_takes_its_mean_time() -> None:
+    d = Device(varying_profile(), small_shape(), max_batch=8)
+    d.start(batch(1, size=6), False, 0.0)
+    assert done(d) == (0.012, 1)
 
 
 def test_a_batch_the_profile_does_not_cover_is_an_error() -> None:

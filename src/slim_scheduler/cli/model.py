@@ -90,7 +90,7 @@ def measure(
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of the server.")] = 1,
     busy: Annotated[int, typer.Option("--busy", min=0, help="Further servers that compute meanwhile.")] = 0,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Passes over all points; medians are kept.")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds over all points, 4 runs each or more.")] = 5,
     as_json: Json = False,
 ) -> None:
     """A device's profile: latency, memory and power."""
@@ -115,8 +115,8 @@ def measure(
         table.add_column(f"batch {size}", justify="right")
     for row in profile.latency_rows:
         if row.previous_width in (None, row.width):
-            table.add_row(str(row.segment), f"{row.width:g}", *(f"{1000 * seconds:.2f}" for seconds in row.seconds))
-    console().print(f"{profile.model} on {profile.device}, ms per batch")
+            table.add_row(str(row.segment), f"{row.width:g}", *(f"{1000 * seconds:.2f}" for seconds in row.mean))
+    console().print(f"{profile.model} on {profile.device}, ms per batch (mean)")
     console().print(table)
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
 

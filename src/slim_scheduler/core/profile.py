@@ -31,13 +31,19 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Seconds of one (segment, previous width, width) at each measured batch size, with the spread between runs."""
+    """Seconds of one (segment, previous width, width) at each measured batch size.
+
+    `seconds` are medians and `spread` the distance between quartiles. Queues feel the mean and the rare long batch, so
+    `mean` and `deviation` (standard), where they were measured, are what is reckoned with.
+    """
 
     segment: int
     previous_width: Width | None
     width: Width
     seconds: tuple[Seconds, ...]
     spread: tuple[Seconds, ...] = ()
+    mean: tuple[Seconds, ...] = ()
+    deviation: tuple[Seconds, ...] = ()
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,20 +78,25 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyTable:
-    """Latency of every batch size 1..max_batch: linear between the measured sizes and beyond the last two."""
+    """Mean latency of every batch size 1..max_batch: linear between the measured sizes and beyond the last two."""
 
     def __init__(self, profile: Profile, max_batch: int) -> None:
         if not profile.latency_rows or list(profile.batches) != sorted(set(profile.batches)):
             raise ProfileError(f"profile of {profile.device}: no latency rows, or batch sizes not ascending")
         self.max_batch = max_batch
         self._rows: dict[tuple[int, Width | None, Width], list[Seconds]] = {}
+        self._variation: dict[tuple[int, Width | None, Width], list[float]] = {}
+        self.varies = any(row.deviation for row in profile.latency_rows)
+        sizes = range(1, max_batch + 1)
         for row in profile.latency_rows:
-            self._rows[row.segment, row.previous_width, row.width] = [0.0] + [
-                _at(profile.batches, row.seconds, size) for size in range(1, max_batch + 1)
-            ]
+            key, mean = (row.segment, row.previous_width, row.width), row.mean or row.seconds
+            self._rows[key] = [0.0] + [_at(profile.batches, mean, size) for size in sizes]
+            shares = [d / m for d, m in zip(row.deviation, mean, strict=True)] if row.deviation else [0.0] * len(mean)
+            among = Curve(tuple(map(float, profile.batches)), tuple(shares))
+            self._variation[key] = [0.0] + [among(size) for size in sizes]
 
     def seconds(self, segment: int, previous_width: Width | None, width: Width, batch: int) -> Seconds:
-        """Time of one batch alone on the device. Raises ProfileError where the profile has no such row."""
+        """Mean time of a batch alone on the device. Raises ProfileError where the profile has no such row."""
         try:
             return self._rows[segment, previous_width, width][batch]
         except (KeyError, IndexError):
@@ -93,6 +104,10 @@ class LatencyTable:
                 f"profile has no latency for segment {segment}, previous width {previous_width}, width {width}, "
                 f"batch {batch} (limit {self.max_batch}); measure it with `slim measure`"
             ) from None
+
+    def variation(self, segment: int, previous_width: Width | None, width: Width, batch: int) -> float:
+        """Standard deviation of that time between batches, over its mean; 0 where nobody measured it."""
+        return self._variation[segment, previous_width, width][batch]
 
 
 def _at(sizes: Sequence[int], seconds: Sequence[Seconds], size: int) -> Seconds:

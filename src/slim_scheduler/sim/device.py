@@ -4,11 +4,17 @@ It owns time and energy only. Which batches run, on which instances, within how 
 scheduler's business; the host starts what it says and collects the batch that is due.
 """
 
+from math import exp, log1p, sqrt
+
+from numpy.random import Generator
+
 from slim_scheduler.core.messages import DeviceSampled
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, BatchId, Joules, Seconds, Width
 from slim_scheduler.sim.meter import Meter
+
+DRAWS = 1024  # at a time: one by one they would cost as much as a step of the simulation
 
 
 class _Running:
@@ -26,14 +32,26 @@ class Device:
     """One device under processor sharing.
 
     A batch's time alone is the profile's, times `slowdown`, times the profile's slowdown curve at the utilisation of
-    the moment it starts. While k batches run, each goes at `profile.share(k)`. A batch's energy is the device's over
-    its life, divided evenly among the batches that ran at each moment.
+    the moment it starts. Where the profile says how much the times of equal batches differ, and there is an `rng`, it
+    is drawn: log-normal, with the measured mean and deviation. While k batches run, each goes at `profile.share(k)`. A
+    batch's energy is the device's over its life, divided evenly among the batches that ran at each moment.
     """
 
-    def __init__(self, profile: Profile, shape: ModelShape, max_batch: int, slowdown: float = 1.0) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        max_batch: int,
+        slowdown: float = 1.0,
+        rng: Generator | None = None,
+    ) -> None:
         self._profile = profile
         self._shape = shape
-        self._seconds = LatencyTable(profile, max_batch).seconds
+        table = LatencyTable(profile, max_batch)
+        self._seconds = table.seconds
+        self._variation = table.variation
+        self._rng = rng if table.varies else None
+        self._normals: list[float] = []
         self._slowdown = slowdown
         self._steady = min(profile.slowdown.y) == max(profile.slowdown.y) == 1.0
         self._meter = Meter(profile.power)
@@ -50,6 +68,8 @@ class Device:
 
     def start(self, batch: Batch, build_variant: bool, now: Seconds) -> None:
         work = self._seconds(batch.segment, batch.previous_width, batch.width, len(batch.tasks)) * self._slowdown
+        if self._rng is not None:
+            work *= self._drawn(self._rng, batch)
         if not self._steady:
             work *= self._profile.slowdown(self._meter.utilization(now))
         if build_variant:
@@ -58,6 +78,14 @@ class Device:
         self._settle(now)
         self._running.append(_Running(batch.batch_id, work, self._shared_energy))
         self._set_speed(now)
+
+    def _drawn(self, rng: Generator, batch: Batch) -> float:
+        """What this batch's time is of the mean time of its like."""
+        variation = self._variation(batch.segment, batch.previous_width, batch.width, len(batch.tasks))
+        variance = log1p(variation * variation)
+        if not self._normals:
+            self._normals = rng.standard_normal(DRAWS).tolist()
+        return exp(sqrt(variance) * self._normals.pop() - variance / 2)
 
     def next_done(self) -> Seconds | None:
         """When the next batch will be done if nothing else happens. None while nothing runs."""

@@ -130,8 +130,9 @@ class Simulation:
         self._absorbed: DispatcherEvent | None = None
         self._view: View | None = None
         self.servers: dict[ServerName, SimulatedServer] = {}
-        for knobs in config.servers:
-            device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown)
+        streams = run_rng(seed, "devices").spawn(len(config.servers))
+        for knobs, stream in zip(config.servers, streams, strict=True):
+            device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
             build = _builder(config, knobs.name, shape)
             self.servers[knobs.name] = SimulatedServer(
                 knobs.name, device, build, self.agenda, recorder, self._from_server
