@@ -25,6 +25,7 @@ Reals = npt.NDArray[np.float64]
 LARGEST_REWARD = 10.0  # normalised: one lost server must not outweigh a thousand ordinary blocks
 SCALE_MEMORY = 0.9  # per update, of the reward's running mean and spread
 SMALL = 1e-8
+TEACHER_DOUBT = 0.1  # share of an even choice in what is imitated: enough exploration to improve on a teacher
 
 
 # ---- the policy
@@ -265,7 +266,10 @@ class PPO:
         return stats
 
     def imitate(self, batch: Batch, rng: np.random.Generator) -> UpdateStats:
-        """The same over a teacher's decisions: likelihood instead of the surrogate, and the value of its states."""
+        """The same over a teacher's decisions: likelihood instead of the surrogate, and the value of its states.
+
+        Of widths and groups the policy keeps doubts: one that is sure of its teacher never finds out what is better.
+        """
         settings = self.settings
         self._set_rate(0.0)
         inputs, action, _, allowed = tensors(batch.steps)
@@ -278,7 +282,8 @@ class PPO:
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 likelihood = joint_log_prob(out, action[rows], nothing[rows], allowed[rows]).mean()
                 value_loss = (0.5 * (returns[rows] - out.value) ** 2).mean()
-                stats.gradient_norm += self._step(settings.value_coef * value_loss - likelihood)
+                learned = (1 - TEACHER_DOUBT) * likelihood + TEACHER_DOUBT * _evenness(out, inputs, rows)
+                stats.gradient_norm += self._step(settings.value_coef * value_loss - learned)
                 stats.policy_loss -= float(likelihood.detach())
                 stats.value_loss += float(value_loss.detach())
                 parts += 1
@@ -302,6 +307,15 @@ class PPO:
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         return float(norm)
+
+
+def _evenness(out: Outputs, inputs: Inputs, rows: Tensor) -> Tensor:
+    """Mean log-likelihood of widths and groups drawn evenly from what may be chosen."""
+    total = torch.zeros(())
+    for logits, mask in ((out.width, inputs.width_mask[rows]), (out.group, inputs.group_mask[rows])):
+        log_p = torch.where(mask, torch.log_softmax(logits, 1), 0.0)
+        total = total + (log_p.sum(1) / mask.sum(1)).mean()
+    return total
 
 
 def tensors(steps: Steps) -> tuple[Inputs, Tensor, Tensor, Tensor]:
