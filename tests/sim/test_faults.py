@@ -168,9 +168,9 @@ def test_an_activation_that_was_lost_on_the_way_sends_its_item_back_to_the_start
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"factor": 0.0}, r"faults\.factor is 0; it must be above 0"),
-        ({"share": 1.5}, r"faults\.share is 1\.5; it must be from 0 to 1"),
-        ({"duration_s": 0.0}, r"faults\.duration_s is 0; it must be above 0"),
+        ({"factor": 0.0}, r"faults\.0\.factor is 0; it must be above 0"),
+        ({"share": 1.5}, r"faults\.0\.share is 1\.5; it must be from 0 to 1"),
+        ({"duration_s": 0.0}, r"faults\.0\.duration_s is 0; it must be above 0"),
         ({"server": "z"}, "server z is not configured"),
     ],
 )
