@@ -1,6 +1,6 @@
 """A server is killed: how throughput recovers live, on a Ray cluster, and what the simulator's fault model predicts.
 
-Same configuration, arrivals and router; the simulated crash lasts as long as the live server was away. Draws both
+Same configuration, arrivals and router; the simulated one lasts as long as the live server was away. Draws both
 curves into docs/figures/cluster-recovery.svg, and measures how far they lie apart.
 """
 
@@ -55,7 +55,7 @@ def run() -> dict[str, dict[str, Any]]:
     live, start = asyncio.run(_live(config, arrivals))
     down, up = (at - start for at, _ in live.changes[:2])
     simulated = Answers()
-    fault = FaultConfig(server="b", at_s=KILLED, kind="crash", duration_s=up - KILLED)
+    fault = FaultConfig(server="b", at_s=KILLED, kind="exit", duration_s=up - KILLED)
     simulate(
         msgspec.structs.replace(config, faults=(fault,)),
         config.router.name,

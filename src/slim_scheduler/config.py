@@ -85,13 +85,19 @@ class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_s: float = 0.0
 
 
+FaultKind = Literal[
+    "exit", "crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"
+]
+
+
 class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`factor` is how much slower for `slow`; `share` of messages lost for `drop-messages` (also doubled and late
-    for `duplicate-messages`, `delay-messages`); `duration_s` ends the fault, None lasts."""
+    for `duplicate-messages`, `delay-messages`); `duration_s` ends the fault, None lasts. `exit`: its process ends, and
+    the broken connection tells; `crash`: its machine is gone without a word."""
 
     server: ServerName
     at_s: float
-    kind: Literal["crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"]
+    kind: FaultKind
     factor: float = 3.0
     share: float = 0.01
     duration_s: float | None = None

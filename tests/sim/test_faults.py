@@ -77,6 +77,17 @@ def test_work_of_a_crashed_server_runs_elsewhere_within_a_second(tmp_path: Path)
     assert when <= 1.1 + 0.8 + 0.420 + 1e-6
 
 
+def test_an_exit_is_told_by_its_connection_and_late_telemetry_does_not_revive_it(tmp_path: Path) -> None:
+    exits = {"server": "a", "at_s": 1.1, "kind": "exit", "duration_s": 2.0}
+    config = small_cluster(tmp_path, [{}, {}], faults=[exits], telemetry={"age_s": 0.5}, workload={"duration_s": 8.0})
+    journal = run_requests(config, [Request(0, (0,), 1.0)], "round-robin:0.5")
+    ((when, reply),) = answers(journal).values()
+    assert reply.items[0].servers == ("b", "b")
+    assert when == at(1.1 + 0.420)
+    changes = [(now, c.up) for now, c in journal.commands(ServerChanged) if c.server == "a"]
+    assert changes == [(at(1.1), False), (at(3.1 + 0.5), True)]
+
+
 def test_an_activation_dies_with_its_server_and_the_item_starts_again(tmp_path: Path) -> None:
     # Segment 0 is done at 1.205; the server dies while it loads segment 1, and comes back empty.
     config = cluster(tmp_path, {"server": "a", "at_s": 1.3, "kind": "crash", "duration_s": 0.05}, servers=1)

@@ -390,6 +390,7 @@ class Dispatcher:
     def _leave(self, event: ServerLeft, now: Seconds) -> None:
         if event.server in self._fleet.views:
             self._lose(event.server, event.reason, now)
+            self._fleet.end_life(event.server)
             if event.removed:
                 self._fleet.remove(event.server)
 

@@ -59,11 +59,13 @@ class Fleet:
         self._outliers = Outliers(OutlierLimits())
         self._sent: dict[TaskId, tuple[SentBlock, Task]] = {}
         self._blocks: dict[ServerName, dict[BlockId, SentBlock]] = {}
+        self._ended: dict[ServerName, int] = {}
 
     def join(self, name: ServerName, credit_tasks: int, incarnation: int, now: Seconds) -> None:
         """A server that nothing was sent to, or whose tasks have all been given up."""
         self.views[name] = ServerView(name, credit_tasks, incarnation, now)
         self._blocks[name] = {}
+        self._ended.pop(name, None)
         self._outliers.joined(name, now)
 
     def remove(self, name: ServerName) -> None:
@@ -79,6 +81,10 @@ class Fleet:
 
     def any_up(self) -> bool:
         return any(view.up for view in self.views.values())
+
+    def end_life(self, name: ServerName) -> None:
+        """The host knows that this life is over: reports of it that come yet say nothing of the next."""
+        self._ended[name] = self.views[name].incarnation
 
     # ---- who gets how much
 
@@ -174,8 +180,10 @@ class Fleet:
     # ---- liveness and loss
 
     def is_news(self, report: ServerReport) -> bool:
-        """False for one that a later report, or a later life of the server, has overtaken."""
+        """False for one of a life that is over, or that a later report or life of the server has overtaken."""
         view = self.views[report.server]
+        if report.incarnation <= self._ended.get(report.server, -1):
+            return False
         if report.incarnation != view.incarnation:
             return report.incarnation > view.incarnation
         return view.report is None or view.report.made_at <= report.made_at

@@ -93,9 +93,9 @@ class ServerDraining(Message, frozen=True, gc=False):
 
 
 class ServerLeft(Message, frozen=True, gc=False):
-    """The host knows that the server is gone (its process died, its machine was lost).
+    """The host knows that this life of the server is over (its process died, its machine was lost).
 
-    `removed`: for good; routers no longer see it.
+    It is back with the first report of a later incarnation. `removed`: for good; routers no longer see it.
     """
 
     server: ServerName

@@ -1,27 +1,21 @@
 """What goes wrong in a simulated run, and when: the configured faults as a timeline, and what happens to messages.
 
-A crash loses the server's queue, batches, instances and activations; a hang keeps them and answers late. The host
-carries the timeline out. All chance comes from the generator handed in.
+A crash loses the server's queue, batches, instances and activations, without a word; so does an exit, but its broken
+connection tells the dispatcher; a hang keeps them and answers late. The host carries the timeline out. All chance comes
+from the generator handed in.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 from numpy.random import Generator
 
-from slim_scheduler.config import FaultConfig
+from slim_scheduler.config import FaultConfig, FaultKind
 from slim_scheduler.core.types import Seconds, ServerName
 
 LATEST_DELIVERY: Seconds = 1.0  # a delayed or doubled message comes up to so much later; beyond the heartbeat's 0.8 s
 MESSAGE_FAULTS = ("drop-messages", "duplicate-messages", "delay-messages")
-_KINDS: tuple[Literal["crash", "hang", "slow", "drop-messages", "duplicate-messages", "delay-messages"], ...] = (
-    "crash",
-    "hang",
-    "slow",
-    "drop-messages",
-    "duplicate-messages",
-    "delay-messages",
-)
+_KINDS = tuple([kind for kind in get_args(FaultKind) if kind != "recover"])
 
 
 class FaultChange(NamedTuple):

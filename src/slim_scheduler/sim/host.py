@@ -24,6 +24,7 @@ from slim_scheduler.core.messages import (
     RequestCancelled,
     SendBlock,
     ServerJoined,
+    ServerLeft,
     TasksReturned,
     TimerFired,
     WakeAt,
@@ -360,12 +361,19 @@ class Simulation:
             server.restart()
         elif kind in MESSAGE_FAULTS:
             self._mail.change(change)
-        elif kind == "crash":
-            server.crash() if change.begins else server.restart()
+        elif kind in ("exit", "crash"):
+            self._die(server, tells=kind == "exit") if change.begins else server.restart()
         elif kind == "hang":
             server.hang() if change.begins else server.wake_up()
         elif kind == "slow":
             server.slow(fault.factor if change.begins else 1.0)
+
+
+    def _die(self, server: SimulatedServer, tells: bool) -> None:
+        if server.condition is not Condition.CRASHED:
+            server.crash()
+            if tells:
+                self._from_server(server, ServerLeft(server.name, "its process ended"))
 
 
 def _builder(config: Config, name: ServerName, shape: ModelShape) -> Callable[[int], ServerScheduler]:

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.random import Generator
 
 from slim_scheduler.config import Config
-from slim_scheduler.core.messages import BatchReported, CancelTasks, ServerReported, TasksReturned
+from slim_scheduler.core.messages import BatchReported, CancelTasks, ServerLeft, ServerReported, TasksReturned
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Block, Bytes, Seconds, ServerName
 from slim_scheduler.sim.agenda import MESSAGE, Agenda
@@ -22,7 +22,7 @@ TASK_BYTES: Bytes = 40
 TELEMETRY_BYTES: Bytes = 600
 LOGIT_BYTES: Bytes = 4  # fp32
 
-ToDispatcher = BatchReported | TasksReturned | ServerReported
+ToDispatcher = BatchReported | TasksReturned | ServerReported | ServerLeft
 
 
 class Mail:
@@ -65,7 +65,7 @@ class Mail:
         self._post(command.server, self._network.to_server(command.server, size, self._agenda.now), deliver, command)
 
     def to_dispatcher(self, server: ServerName, message: ToDispatcher, deliver: Callable[[Any], None]) -> None:
-        """Results with their logits, tasks given back, or telemetry, which arrives at its age."""
+        """Results with their logits, tasks given back, telemetry, which arrives at its age, or a connection's end."""
         late = 0.0
         if isinstance(message, BatchReported):
             each = TASK_BYTES
@@ -74,6 +74,9 @@ class Mail:
             size = CONTROL_BYTES + len(message.tasks) * each
         elif isinstance(message, ServerReported):
             size, late = TELEMETRY_BYTES, self._report_age
+        elif isinstance(message, ServerLeft):
+            at = self._network.from_server(server, 0, self._agenda.now)
+            return self._agenda.at(at, MESSAGE, deliver, message)  # the transport's own word is not lost
         else:
             size = CONTROL_BYTES + len(message.tasks) * TASK_BYTES
         self._post(server, self._network.from_server(server, size, self._agenda.now) + late, deliver, message)

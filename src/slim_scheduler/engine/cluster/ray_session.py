@@ -15,6 +15,8 @@ from slim_scheduler.core.errors import ConfigError
 
 # Ray's workers give way to everything else on their machine (niceness 15); a server that must answer cannot.
 NICENESS = {"worker_niceness": 0}
+# A call to an actor whose process is gone fails at once. Ray would first wait a second for the reason of its death.
+WAIT_FOR_REASON_OF_DEATH = ("RAY_timeout_ms_task_wait_for_death_info", "0")
 LOCAL_OBJECT_STORE = 256 << 20  # bytes, of a cluster on this machine alone: a few hundred blocks' worth
 
 
@@ -38,6 +40,7 @@ class RaySession:
                 self._share()
             return
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a call to a dead server is answered by its death
+        os.environ.setdefault(*WAIT_FOR_REASON_OF_DEATH)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address == "local":
             options |= {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_STORE}
