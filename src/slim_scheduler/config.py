@@ -85,9 +85,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_s: float = 0.0
 
 
-FaultKind = Literal[
-    "exit", "crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"
-]
+FaultKind = Literal["exit", "crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"]
 
 
 class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

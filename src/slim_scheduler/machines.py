@@ -12,8 +12,9 @@ from numpy.random import Generator, SeedSequence, default_rng
 
 from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.admission import AccuracyPrior
-from slim_scheduler.core.dispatcher import Dispatcher, DispatchLimits
+from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
+from slim_scheduler.core.limits import DispatchLimits
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Router, RouterFacts, ServerFacts
 from slim_scheduler.core.router.baselines import (

@@ -2,7 +2,8 @@
 
 from numpy.random import default_rng
 
-from slim_scheduler.core.dispatcher import Dispatcher, DispatchLimits
+from slim_scheduler.core.dispatcher import Dispatcher
+from slim_scheduler.core.limits import DispatchLimits
 from slim_scheduler.core.messages import Reply, RequestArrived, SendBlock, ServerJoined, ServerReported
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.baselines import JoinShortestQueue, width_rule

@@ -1,6 +1,5 @@
 import pytest
 
-from slim_scheduler.core.dispatcher import RETRIES_AT_START
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockFinished,
@@ -17,6 +16,7 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
+from slim_scheduler.core.retries import BUDGET_AT_START
 from slim_scheduler.core.router.baselines import RandomRouter
 from slim_scheduler.core.types import Decision, Outcome
 from tests.core.networks import Scripted, dispatcher, jsq, only, replies, report, request, sent
@@ -367,7 +367,7 @@ def test_retries_are_paid_for_by_arrivals():
     while block is not None:
         commands = made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 1.0)
         block, retries = (sent(commands) or [None])[0], retries + 1
-    assert retries == RETRIES_AT_START + 2, "eight arrivals earn two retries"
+    assert retries == BUDGET_AT_START + 2, "eight arrivals earn two retries"
     assert replies(commands)[0].reason == "device lost; the retry budget is spent"
 
 

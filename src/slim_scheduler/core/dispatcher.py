@@ -1,19 +1,21 @@
-"""The router's side of the loop: global FIFO, routing, collecting results, deadlines, lost servers.
+"""The router's side of the loop: global FIFO, routing, collecting results, deadlines.
 
 `Dispatcher.handle` is its only mutator. It owns every request and item in flight (`flight.py`), the waiting tasks
-(`queues.py`) and what is known of the servers (`fleet.py`). It carries no tensors and talks to nobody: hosts deliver
-events and perform commands.
+(`fifo.py`), what is known of the servers (`fleet.py`), who of them takes part (`membership.py`), and what becomes of
+tasks that did not run (`retries.py`). It carries no tensors and talks to nobody: hosts deliver events and perform
+commands.
 """
 
 from heapq import heappop, heappush
 
-import msgspec
 from numpy.random import Generator
 
 from slim_scheduler.core.admission import AccuracyPrior, Admission
 from slim_scheduler.core.fifo import GlobalFifo, Key
 from slim_scheduler.core.fleet import Fleet, SentBlock
 from slim_scheduler.core.flight import ItemFlight, Ledger
+from slim_scheduler.core.limits import DispatchLimits
+from slim_scheduler.core.membership import Membership
 from slim_scheduler.core.messages import (
     BatchReported,
     CancelTasks,
@@ -24,7 +26,6 @@ from slim_scheduler.core.messages import (
     RouterFellBack,
     RouterTooSlow,
     SendBlock,
-    ServerChanged,
     ServerDraining,
     ServerJoined,
     ServerLeft,
@@ -33,43 +34,22 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
+from slim_scheduler.core.retries import Retries
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.guarded import GuardedRouter
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
+from slim_scheduler.core.telemetry import Head, ServerView, View
 from slim_scheduler.core.types import (
     Block,
-    Bytes,
     Decision,
     Outcome,
     RequestId,
     Seconds,
     ServerName,
-    Task,
     TaskId,
 )
 
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
-NOBODYS_FAULT = ("expired", "cancelled")  # reasons of returned tasks that say nothing of their server
-RETRIES_AT_START = 256.0  # so that a server lost early on can be made up for
-RETRIES_SAVED = 10_000.0  # the most that a long quiet time saves up
-
-
-class DispatchLimits(msgspec.Struct, frozen=True):
-    """What bounds the dispatcher, in the core's units (`DispatchConfig` says what each is)."""
-
-    reentry_back: bool = True
-    max_waiting_items: int = 100_000
-    max_activation_bytes: Bytes = 2 << 30
-    home_matters: bool = False
-    priority_aging: Seconds = 1.0
-    max_retries: int = 3
-    retry_budget: float = 0.2
-    heartbeat_timeout: Seconds = 0.8
-    loss_grace: Seconds = 2.0
-    no_server_timeout: Seconds = 30.0
-    slow_router: Seconds = 0.02
-    router_probe: Seconds = 1.0
 
 
 class Dispatcher:
@@ -93,14 +73,15 @@ class Dispatcher:
         self._fifo = GlobalFifo(
             shape, self._ledger.items, limits.max_activation_bytes, limits.home_matters, limits.priority_aging
         )
+        self._commands: list[DispatcherCommand] = []
+        tell = self._commands.append
+        self._retries = Retries(limits, self._ledger, self._fifo, self._fleet, tell)
+        self._members = Membership(limits, self._fleet, self._retries, tell, self._look_again)
         self._deadlines: list[tuple[Seconds, RequestId]] = []
         self._held: tuple[Key, Decision, str] | None = None
         self._key_due: Key
-        self._retry_tokens = RETRIES_AT_START
-        self._all_down_since: Seconds | None = None
         self._wake_at = float("inf")
         self._last_block = 0
-        self._commands: list[DispatcherCommand] = []
 
     # ---- what hosts and pages may read
 
@@ -136,20 +117,19 @@ class Dispatcher:
             case RequestArrived():
                 self._arrive(event, now)
             case ServerReported():
-                self._hear(event.report, now)
+                self._members.hear(event.report, now)
             case TimerFired():
                 self._on_time(now)
             case TasksReturned():
-                self._take_back(event, now)
+                self._members.gave_back(event, now)
             case RequestCancelled():
                 self._abandon(event.request_id, Outcome.CANCELLED, "cancelled by the client", now)
             case ServerJoined():
-                self._join(event, now)
+                self._members.join(event, now)
             case ServerDraining():
-                if event.server in self._fleet.views:
-                    self._fleet.drain(event.server)
+                self._members.drain(event.server)
             case ServerLeft():
-                self._leave(event, now)
+                self._members.leave(event, now)
             case RouterTooSlow():
                 self._suspend_router(event.seconds, now)
 
@@ -188,7 +168,8 @@ class Dispatcher:
     def finish(self, now: Seconds) -> list[DispatcherCommand]:
         """The commands of what was absorbed and decided."""
         self._arm(now)
-        commands, self._commands = self._commands, []
+        commands = self._commands.copy()
+        self._commands.clear()
         return commands
 
     # ---- arrivals
@@ -202,7 +183,7 @@ class Dispatcher:
         if refusal is not None:
             self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
             return
-        self._retry_tokens = min(RETRIES_SAVED, self._retry_tokens + self._limits.retry_budget * len(request.items))
+        self._retries.arrived(len(request.items))
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.request_id))
         for flight in self._ledger.admit(request):
@@ -271,68 +252,9 @@ class Dispatcher:
         else:
             for flight in ran:
                 self._admission.completed(now)
-                self._end(flight, Outcome.ANSWERED, now)
+                self._retries.end(flight, Outcome.ANSWERED, now)
         self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
-        if event.server in self._fleet.views and self._fleet.succeeded(event.server, now):
-            self._commands.append(ServerChanged(event.server, True, "its probe succeeded", 0))
-
-    def _take_back(self, event: TasksReturned, now: Seconds) -> None:
-        if event.reason not in NOBODYS_FAULT and not event.activation_lost:
-            self._blame(event.server, event.reason, now)
-        for task_id in event.tasks:
-            self._give_up(task_id, event.reason, now, event.permanent, event.activation_lost)
-
-    def _give_up(
-        self, task_id: TaskId, reason: str, now: Seconds, permanent: bool = False, activation_lost: bool = False
-    ) -> bool:
-        """One sent task did not run: settle it and try its item again. True if the item was still waiting for it."""
-        settled = self._fleet.settle(task_id)
-        if settled is None:
-            return False
-        sent, task = settled
-        sent.lost += 1
-        if not sent.left:
-            self._commands.append(sent.finished(now))
-        flight = self._ledger.items.get(task.item)
-        if flight is None or flight.task is not task:
-            return False
-        self._retry(flight, task, reason, now, permanent, activation_lost)
-        return True
-
-    def _retry(
-        self,
-        flight: ItemFlight,
-        task: Task,
-        reason: str,
-        now: Seconds,
-        permanent: bool = False,
-        activation_lost: bool = False,
-    ) -> None:
-        if task.deadline is not None and task.deadline <= now:
-            return self._end(flight, Outcome.EXPIRED, now, "the deadline passed")
-        if permanent and len(self._fleet.views) == 1:
-            return self._end(flight, Outcome.FAILED, now, reason)
-        if flight.retries >= self._limits.max_retries:
-            return self._end(flight, Outcome.FAILED, now, f"{reason}; gave up after {flight.retries} retries")
-        if self._retry_tokens < 1:
-            return self._end(flight, Outcome.FAILED, now, f"{reason}; the retry budget is spent")
-        self._retry_tokens -= 1
-        flight.retries += 1
-        home = self._fleet.views.get(flight.home) if flight.home is not None else None
-        if task.segment == 0 or activation_lost or home is None or not home.up:
-            flight.restart()
-            self._fifo.let_go(flight)
-            self._fifo.enter(flight, 0, task.entered, task.entered)
-        else:
-            self._fifo.enter(flight, task.segment, task.entered, task.entered)
-
-    def _end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> None:
-        if flight.waiting:
-            self._fifo.withdraw(flight)
-        self._fifo.let_go(flight)
-        reply = self._ledger.end(flight, outcome, now, reason)
-        if reply is not None:
-            self._commands.append(reply)
+        self._members.ran(event.server, now)
 
     # ---- deadlines, cancellation, time
 
@@ -347,24 +269,20 @@ class Dispatcher:
             server = None if item.waiting else self._fleet.server_of(item.task.task_id)
             if server is not None:
                 recalled.setdefault(server, []).append(item.task.task_id)
-            self._end(item, outcome, now, reason)
+            self._retries.end(item, outcome, now, reason)
         self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
 
     def _on_time(self, now: Seconds) -> None:
         if now < self._wake_at - CLOCK_SLACK:
             return  # a timer that an earlier need made superfluous
-        if now - self._wake_at > self._limits.heartbeat_timeout / 4:
-            self._fleet.forgive(now)
-        self._wake_at = float("inf")
+        overslept, self._wake_at = now - self._wake_at, float("inf")
         while self._deadlines and self._deadlines[0][0] <= now:
             self._abandon(heappop(self._deadlines)[1], Outcome.EXPIRED, "the deadline passed", now)
-        self._fleet.begin_probes(now)
-        for server in self._fleet.silent(now):
-            self._lose(server, f"silent for {self._limits.heartbeat_timeout:g} s", now)
-        if self._all_down_since is not None and self._all_down_since + self._limits.no_server_timeout <= now:
+        self._members.look(now, overslept)
+        if self._members.hopeless_at <= now:
             reason = f"no server was in service for {self._limits.no_server_timeout:g} s"
             for flight in [f for f in self._ledger.items.values() if f.waiting]:
-                self._end(flight, Outcome.FAILED, now, reason)
+                self._retries.end(flight, Outcome.FAILED, now, reason)
 
     def _arm(self, now: Seconds) -> None:
         """Asks for the next timer. A need that only moved later is found out when the timer fires."""
@@ -372,70 +290,15 @@ class Dispatcher:
         if self._wake_at <= deadline and self._wake_at != float("inf"):
             return
         at = min(deadline, self._fleet.next_check())
-        if self._all_down_since is not None and self._ledger.items:
-            at = min(at, max(now, self._all_down_since + self._limits.no_server_timeout))
+        if self._ledger.items:
+            at = min(at, max(now, self._members.hopeless_at))
         if at < self._wake_at:
             self._wake_at = at
             self._commands.append(WakeAt(at))
 
-    # ---- servers
-
-    def _join(self, event: ServerJoined, now: Seconds) -> None:
-        if event.server in self._fleet.views:
-            self._lose(event.server, "joined again", now)
-        self._fleet.join(event.server, event.credit_tasks, event.incarnation, now)
-        self._all_down_since = None
+    def _look_again(self) -> None:
+        """Something may be due earlier than the timer that was asked for."""
         self._wake_at = float("inf")
-
-    def _leave(self, event: ServerLeft, now: Seconds) -> None:
-        if event.server in self._fleet.views:
-            self._lose(event.server, event.reason, now)
-            self._fleet.end_life(event.server)
-            if event.removed:
-                self._fleet.remove(event.server)
-
-    def _hear(self, report: ServerReport, now: Seconds) -> None:
-        view = self._fleet.views.get(report.server)
-        if view is None or not self._fleet.is_news(report):
-            return
-        if report.incarnation > view.incarnation:
-            self._lose(report.server, "restarted", now)
-        self._fleet.heard(report, now)
-        if not view.up:
-            self._fleet.up(report.server, now)
-            self._all_down_since = None
-            self._commands.append(ServerChanged(report.server, True, "heard again", 0))
-        lost = self._fleet.lost_tasks(report)
-        if lost:
-            self._blame(report.server, "blocks are lost on the way", now)
-        for task_id in lost:
-            self._give_up(task_id, "lost on the way", now)
-
-    def _blame(self, name: ServerName, reason: str, now: Seconds) -> None:
-        """Counts a failure against a server, which may get it ejected."""
-        if self._fleet.failed(name, now):
-            self._commands.append(ServerChanged(name, False, f"ejected: {reason}", 0))
-            self._wake_at = float("inf")
-
-    def _lose(self, name: ServerName, reason: str, now: Seconds) -> None:
-        """Takes a server out of service: its tasks, and the activations it held, are tried again elsewhere."""
-        view = self._fleet.views[name]
-        if not view.up:
-            return
-        self._fleet.down(name, now)
-        lost = self._fleet.unsettled(name)
-        requeued = sum(self._give_up(task_id, f"server {name} was lost ({reason})", now) for task_id in lost)
-        for flight in [f for f in self._ledger.items.values() if f.waiting and f.home == name]:
-            assert flight.task is not None
-            self._fifo.withdraw(flight)
-            self._retry(flight, flight.task, f"server {name} held the activation ({reason})", now)
-            requeued += 1
-        if lost:
-            self._commands.append(CancelTasks(name, tuple(lost)))
-        self._commands.append(ServerChanged(name, False, reason, requeued))
-        if not self._fleet.any_up():
-            self._all_down_since = now
-            self._wake_at = float("inf")
 
     # ---- checks
 

@@ -368,7 +368,6 @@ class Simulation:
         elif kind == "slow":
             server.slow(fault.factor if change.begins else 1.0)
 
-
     def _die(self, server: SimulatedServer, tells: bool) -> None:
         if server.condition is not Condition.CRASHED:
             server.crash()
