@@ -38,7 +38,8 @@ max_waiting_items = {waiting}
 name = "{router}"
 """
 STARTED = re.compile(
-    r"serving (\S+) on (https?)://(\S+?):(\d+)(?:, gRPC on \S+?:(\d+))?(?:, management on \S+?:(\d+))?$"
+    r"serving (\S+) on (https?)://(\S+?):(\d+)(?:, gRPC on \S+?:(\d+))?(?:, management on \S+?:(\d+))?"
+    r"(?:, management over gRPC on \S+?:(\d+))?$"
 )
 
 
@@ -49,6 +50,7 @@ class Running(msgspec.Struct):
     http: int
     grpc: int
     management: int
+    management_grpc: int
     errors: list[str]
 
     @property
@@ -81,7 +83,7 @@ def serving(
         "0",
     ]
     process = subprocess.Popen(
-        [*command, "--management-port", "0", *options],
+        [*command, "--management-port", "0", "--management-grpc-port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -96,7 +98,7 @@ def serving(
         line = process.stdout.readline().strip()
         started = STARTED.fullmatch(line)
         assert started, f"the server did not start, exit {process.wait(20)}: {line} {errors}"
-        running = Running(process, int(started[4]), int(started[5] or 0), int(started[6] or 0), errors)
+        running = Running(process, *(int(port or 0) for port in started.groups()[3:]), errors)
         yield running
     finally:
         if process.poll() is None:

@@ -192,6 +192,35 @@ def test_unloaded_is_unavailable_and_loads_again(tmp_path, images):
         assert call(server.management, "POST", "/v2/models/digits/infer", {})[0] == 404
 
 
+def test_management_over_grpc_has_a_listener_of_its_own(tmp_path, images):
+    import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
+
+    tensor = triton.InferInput("image", [3, 1, 8, 8], "FP32")
+    tensor.set_data_from_numpy(images)
+    with (
+        serving(tmp_path) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as public,
+        triton.InferenceServerClient(f"127.0.0.1:{server.management_grpc}") as manager,
+    ):
+        with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
+            public.unload_model("digits")
+        manager.unload_model("digits")
+        assert not public.is_server_ready()
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            public.infer("digits", [tensor])
+        with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+            manager.unload_model("digits")
+        with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT.*takes no parameters"):
+            manager.load_model("digits", config="{}")
+        manager.load_model("digits")
+        (row,) = manager.get_model_repository_index().models
+        assert (row.name, row.state) == ("digits", "READY")
+        assert public.infer("digits", [tensor]).as_numpy("logits").shape == (3, 10)
+        with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
+            manager.infer("digits", [tensor])
+
+
 def test_a_token_is_asked_for_over_http_and_grpc(tmp_path, images):
     import tritonclient.grpc as triton
     from tritonclient.utils import InferenceServerException

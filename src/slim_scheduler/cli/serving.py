@@ -38,6 +38,9 @@ def serve(
     management_port: Annotated[
         int, typer.Option(min=-1, max=65535, help="Load, unload and policy, on loopback only; -1 for none.")
     ] = -1,
+    management_grpc_port: Annotated[
+        int, typer.Option(min=-1, max=65535, help="Load and unload over gRPC, on loopback only; -1 for none.")
+    ] = -1,
     token: Annotated[str | None, typer.Option(help="What clients must send; better in SLIM_TOKEN.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")] = False,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of this server, PEM.")] = None,
@@ -73,6 +76,7 @@ def serve(
         token,
         insecure,
         management_port=None if management_port < 0 else management_port,
+        management_grpc_port=None if management_grpc_port < 0 else management_grpc_port,
         allow_hosts=tuple(allow_host or ()),
         allow_origins=tuple(allow_origin or ()),
         certificate=str(tls_cert) if tls_cert else None,

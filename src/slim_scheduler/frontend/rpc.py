@@ -47,11 +47,11 @@ STREAM_DEPTH = 64  # requests of one stream in the engine at the same time
 STREAM_END = None
 
 
-def _rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
+def rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
     """Checks the token first, and ends the call with the right code where the method refuses."""
 
     @wraps(method)
-    async def checked(self: "InferenceRpc", request: Any, context: Context) -> Any:
+    async def checked(self: "StateRpc", request: Any, context: Context) -> Any:
         try:
             self.check_token(context)
             return await method(self, request, context)
@@ -63,8 +63,8 @@ def _rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any
     return checked
 
 
-class InferenceRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service of one listener."""
+class StateRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """What every listener tells: health, documents, statistics, the index of models."""
 
     def __init__(self, service: Service, guard: Guard, limits: Limits) -> None:
         self._service = service
@@ -75,9 +75,61 @@ class InferenceRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: igno
         metadata = dict(context.invocation_metadata() or ())
         self._guard.check_token(str(metadata.get("authorization", "")).encode())
 
-    # ---- inference
+    @rpc
+    async def ServerLive(self, request: Any, context: Context) -> Any:  # noqa: N802
+        return pb.ServerLiveResponse(live=True)
 
-    @_rpc
+    @rpc
+    async def ServerReady(self, request: Any, context: Context) -> Any:  # noqa: N802
+        return pb.ServerReadyResponse(ready=self._service.ready)
+
+    @rpc
+    async def ModelReady(self, request: Any, context: Context) -> Any:  # noqa: N802
+        try:
+            ready = self._service.model_ready(request.name, request.version)
+        except Refusal as refusal:
+            if refusal.kind is not Kind.UNAVAILABLE:
+                raise
+            ready = False
+        return pb.ModelReadyResponse(ready=ready)
+
+    @rpc
+    async def ServerMetadata(self, request: Any, context: Context) -> Any:  # noqa: N802
+        return ParseDict(self._service.metadata(), pb.ServerMetadataResponse())
+
+    @rpc
+    async def ModelMetadata(self, request: Any, context: Context) -> Any:  # noqa: N802
+        card = self._service.repository.find(request.name, request.version).card
+        return ParseDict(card.metadata(), pb.ModelMetadataResponse())
+
+    @rpc
+    async def ModelConfig(self, request: Any, context: Context) -> Any:  # noqa: N802
+        card = self._service.repository.find(request.name, request.version).card
+        return ParseDict({"config": card.config()}, pb.ModelConfigResponse())
+
+    @rpc
+    async def ModelStatistics(self, request: Any, context: Context) -> Any:  # noqa: N802
+        return ParseDict(self._service.statistics(request.name, request.version), pb.ModelStatisticsResponse())
+
+    @rpc
+    async def RepositoryIndex(self, request: Any, context: Context) -> Any:  # noqa: N802
+        rows = await asyncio.to_thread(self._service.repository.index)
+        chosen = [row for row in rows if row["state"] == "READY" or not request.ready]
+        return ParseDict({"models": chosen}, pb.RepositoryIndexResponse())
+
+    @rpc
+    async def SystemSharedMemoryStatus(self, request: Any, context: Context) -> Any:  # noqa: N802
+        raise Refusal(Kind.UNSUPPORTED, "shared memory, tracing and log settings cannot be changed by clients here")
+
+    SystemSharedMemoryRegister = SystemSharedMemoryUnregister = SystemSharedMemoryStatus
+    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = SystemSharedMemoryStatus
+    TraceSetting = LogSettings = SystemSharedMemoryStatus
+
+
+class InferenceRpc(StateRpc):
+    """The public listener's service: inference as well."""
+
+    @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:  # noqa: N802
         metadata = dict(context.invocation_metadata() or ())
         return await self._infer(request, context.time_remaining(), str(metadata.get("traceparent", "")))
@@ -119,63 +171,13 @@ class InferenceRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: igno
         call = call_of(request, remaining, served.card, self._limits)
         return response_of(call, await self._service.infer(served, call, traceparent), served.card)
 
-    # ---- state and documents
-
-    @_rpc
-    async def ServerLive(self, request: Any, context: Context) -> Any:  # noqa: N802
-        return pb.ServerLiveResponse(live=True)
-
-    @_rpc
-    async def ServerReady(self, request: Any, context: Context) -> Any:  # noqa: N802
-        return pb.ServerReadyResponse(ready=self._service.ready)
-
-    @_rpc
-    async def ModelReady(self, request: Any, context: Context) -> Any:  # noqa: N802
-        try:
-            ready = self._service.model_ready(request.name, request.version)
-        except Refusal as refusal:
-            if refusal.kind is not Kind.UNAVAILABLE:
-                raise
-            ready = False
-        return pb.ModelReadyResponse(ready=ready)
-
-    @_rpc
-    async def ServerMetadata(self, request: Any, context: Context) -> Any:  # noqa: N802
-        return ParseDict(self._service.metadata(), pb.ServerMetadataResponse())
-
-    @_rpc
-    async def ModelMetadata(self, request: Any, context: Context) -> Any:  # noqa: N802
-        card = self._service.repository.find(request.name, request.version).card
-        return ParseDict(card.metadata(), pb.ModelMetadataResponse())
-
-    @_rpc
-    async def ModelConfig(self, request: Any, context: Context) -> Any:  # noqa: N802
-        card = self._service.repository.find(request.name, request.version).card
-        return ParseDict({"config": card.config()}, pb.ModelConfigResponse())
-
-    @_rpc
-    async def ModelStatistics(self, request: Any, context: Context) -> Any:  # noqa: N802
-        return ParseDict(self._service.statistics(request.name, request.version), pb.ModelStatisticsResponse())
-
-    @_rpc
-    async def RepositoryIndex(self, request: Any, context: Context) -> Any:  # noqa: N802
-        rows = await asyncio.to_thread(self._service.repository.index)
-        chosen = [row for row in rows if row["state"] == "READY" or not request.ready]
-        return ParseDict({"models": chosen}, pb.RepositoryIndexResponse())
-
-    @_rpc
+    @rpc
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:  # noqa: N802
-        raise Refusal(Kind.FORBIDDEN, "management has its own HTTP listener; start the server with --management-port")
+        raise Refusal(
+            Kind.FORBIDDEN, "management has its own listener, off by default; start with --management-grpc-port"
+        )
 
     RepositoryModelUnload = RepositoryModelLoad
-
-    @_rpc
-    async def SystemSharedMemoryStatus(self, request: Any, context: Context) -> Any:  # noqa: N802
-        raise Refusal(Kind.UNSUPPORTED, "shared memory, tracing and log settings cannot be changed by clients here")
-
-    SystemSharedMemoryRegister = SystemSharedMemoryUnregister = SystemSharedMemoryStatus
-    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = SystemSharedMemoryStatus
-    TraceSetting = LogSettings = SystemSharedMemoryStatus
 
 
 def call_of(request: Any, remaining: float | None, card: ModelCard, limits: Limits) -> InferenceCall:
@@ -247,8 +249,8 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def start_rpc(service: Service, access: Access, port: int, limits: Limits) -> tuple[grpc.aio.Server, int]:
-    """Starts the listener; returns it and its port (for port 0)."""
+async def start_rpc(servicer: StateRpc, access: Access, port: int, limits: Limits) -> tuple[grpc.aio.Server, int]:
+    """Starts a listener; returns it and its port (for port 0)."""
     server = grpc.aio.server(
         options=(
             ("grpc.max_receive_message_length", limits.body_bytes),
@@ -258,7 +260,7 @@ async def start_rpc(service: Service, access: Access, port: int, limits: Limits)
         ),
         maximum_concurrent_rpcs=limits.connections,
     )
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceRpc(service, Guard(access), limits), server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     host = f"[{access.host}]" if ":" in access.host else access.host
     address = f"{host}:{port}"
     if access.certificate and access.key:

@@ -31,7 +31,8 @@ from slim_scheduler.frontend.metrics import registry_of
 from slim_scheduler.frontend.observer import Observer
 from slim_scheduler.frontend.repository import Build, Repository
 from slim_scheduler.frontend.routes import management_routes, public_routes
-from slim_scheduler.frontend.rpc import start_rpc
+from slim_scheduler.frontend.rpc import InferenceRpc, StateRpc, start_rpc
+from slim_scheduler.frontend.rpc_management import ManagementRpc
 from slim_scheduler.frontend.service import Service
 from slim_scheduler.frontend.tracing import tracer_from_environment
 
@@ -49,6 +50,7 @@ class Ports(msgspec.Struct, frozen=True):
     http: int
     grpc: int | None = None
     management: int | None = None
+    management_grpc: int | None = None
 
 
 class _Listener(uvicorn.Server):
@@ -85,19 +87,23 @@ async def running(
     responses.append(front.responses)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(_listening(front, access, ports.http, limits))
-        management = None
+        inside = msgspec.structs.replace(access, host="127.0.0.1")
+        management = rpc = management_rpc = None
         if ports.management is not None:
-            inside = msgspec.structs.replace(access, host="127.0.0.1")
             routes = management_routes(service)
             manager = HttpFront(service, Guard(inside), limits, routes, inference=False)  # type: ignore[arg-type]
             management = await stack.enter_async_context(_listening(manager, inside, ports.management, limits))
-        rpc = None
         if ports.grpc is not None:
-            server, rpc = await start_rpc(service, access, ports.grpc, limits)
-            stack.push_async_callback(server.stop, CLOSING_S)
+            servicer = InferenceRpc(service, Guard(access), limits)
+            rpc = await stack.enter_async_context(_listening_rpc(servicer, access, ports.grpc, limits))
+        if ports.management_grpc is not None:
+            managing = ManagementRpc(service, Guard(inside), limits)
+            management_rpc = await stack.enter_async_context(
+                _listening_rpc(managing, inside, ports.management_grpc, limits)
+            )
         sampler = asyncio.create_task(live.run())
         try:
-            yield Ports(http, rpc, management)
+            yield Ports(http, rpc, management, management_rpc)
         finally:
             log.info("draining: %d requests in flight", service.in_flight)
             await service.drain(grace_s)
@@ -114,6 +120,7 @@ def serve(
     insecure: bool = False,
     *,
     management_port: int | None = None,
+    management_grpc_port: int | None = None,
     allow_hosts: tuple[str, ...] = (),
     allow_origins: tuple[str, ...] = (),
     certificate: str | None = None,
@@ -131,7 +138,7 @@ def serve(
         host, token_from_environment(token), certificate, key, client_ca, insecure, allow_hosts, allow_origins
     )
     access.check()
-    ports = Ports(port, grpc_port, management_port)
+    ports = Ports(port, grpc_port, management_port, management_grpc_port)
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -192,6 +199,16 @@ async def _listening(app: App, access: Access, port: int, limits: Limits) -> Asy
         sweeper.cancel()
 
 
+@contextlib.asynccontextmanager
+async def _listening_rpc(servicer: StateRpc, access: Access, port: int, limits: Limits) -> AsyncIterator[int]:
+    """One gRPC listener; yields its port."""
+    server, bound = await start_rpc(servicer, access, port, limits)
+    try:
+        yield bound
+    finally:
+        await server.stop(CLOSING_S)
+
+
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -207,4 +224,6 @@ def _addresses(access: Access, ports: Ports, model: str) -> str:
         text += f", gRPC on {access.host}:{ports.grpc}"
     if ports.management is not None:
         text += f", management on {scheme}://127.0.0.1:{ports.management}"
+    if ports.management_grpc is not None:
+        text += f", management over gRPC on 127.0.0.1:{ports.management_grpc}"
     return text
