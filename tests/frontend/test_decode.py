@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slim_scheduler.frontend.asked import Asked
+from slim_scheduler.frontend.asked import Asked, OutputForm
 from slim_scheduler.frontend.card import ModelCard
-from slim_scheduler.frontend.decode import InferenceCall, OutputForm, decode_infer
+from slim_scheduler.frontend.decode import InferenceCall, decode_infer
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Kind, Refusal
 

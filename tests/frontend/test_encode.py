@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 
 from slim_scheduler.core.types import ItemOutcome, Outcome
-from slim_scheduler.frontend.decode import InferenceCall, OutputForm
+from slim_scheduler.frontend.asked import OutputForm
+from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.encode import Answer, encode_answer
 
 LOGITS = np.array([[1.0, 3.0, 2.0] + [0.0] * 7, [0.5] * 9 + [9.0]], np.float32)

@@ -211,7 +211,7 @@ def test_management_over_grpc_has_a_listener_of_its_own(tmp_path, images):
             public.infer("digits", [tensor])
         with pytest.raises(InferenceServerException, match="NOT_FOUND"):
             manager.unload_model("digits")
-        with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT.*takes no parameters"):
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*takes no parameters"):
             manager.load_model("digits", config="{}")
         manager.load_model("digits")
         (row,) = manager.get_model_repository_index().models

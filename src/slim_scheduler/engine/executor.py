@@ -26,7 +26,8 @@ from slim_scheduler.model.protocol import SegmentSlice
 class BatchJob:
     """`tasks` are those of the batch whose answer somebody waits for; row i of `output` is tasks[i]'s.
 
-    `seconds` is what the device took, with the slowdown; `to_host` brings the output into host memory.
+    `seconds` is what the device took, with the slowdown, and `busy` what the calling thread worked for it, without
+    waiting for a core or the interpreter; `to_host` brings the output into host memory.
     """
 
     batch: Batch
@@ -35,6 +36,7 @@ class BatchJob:
     to_host: bool
     output: Tensor | None = None
     seconds: Seconds = 0.0
+    busy: Seconds = 0.0
     error: Exception | None = None
 
     @property
@@ -47,7 +49,10 @@ TURN: Seconds = 0.002  # the longest that batches keep the loop from everything 
 
 
 class Brief:
-    """Which batches may run on the event loop: those whose like, last time, was done in less than `BRIEF`."""
+    """Which batches may run on the event loop: those whose like, last time, was work of less than `BRIEF`.
+
+    Work, not time: a thread that waits for the interpreter takes long for little, and would be taken for slow for ever.
+    """
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, float | None, float], tuple[int, Seconds]] = {}
@@ -60,7 +65,7 @@ class Brief:
     def ran(self, job: BatchJob) -> None:
         batch = job.batch
         if job.tasks:
-            seconds = BRIEF if job.error is not None else job.seconds
+            seconds = BRIEF if job.error is not None else job.busy
             self._last[batch.segment, batch.previous_width, batch.width] = len(job.tasks), seconds
 
     def turn_is_over(self, seconds: Seconds) -> bool:
@@ -196,11 +201,12 @@ class Executor:
             job.error = error.with_traceback(None)  # a traceback would keep the batch's tensors alive
 
     def _run(self, job: BatchJob) -> None:
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.thread_time()
         if job.tasks:
             output = self.device.run(self._instances[job.batch.instance], job.rows, job.batch.previous_width)
             job.output = self.device.to_host(output) if job.to_host else output
         job.rows = ()
+        job.busy = time.thread_time() - worked
         job.seconds = time.perf_counter() - begin
         if self._slowdown > 1.0:
             # This server is to be `slowdown` times as slow: it stays busy without using the CPU.

@@ -1,4 +1,5 @@
-"""What a client asked for beyond an answer: the request parameters of ours and of the schedule-policy extension.
+"""What a client asked for beyond an answer: the request parameters of ours and of the schedule-policy extension, and
+the form of the outputs.
 
 One function turns the parameters of HTTP or gRPC into an `Asked`; it refuses what has no meaning and never guesses.
 Whether the ask can be met is the service's question.
@@ -35,6 +36,14 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     unmet: Literal["refuse", "answer"] = "refuse"
     replaced: bool = False
+
+
+class OutputForm(msgspec.Struct, frozen=True, gc=False):
+    """How one output goes back: `classification` is how many labels instead of logits, 0 for logits; `binary`, after
+    the JSON as bytes."""
+
+    classification: int = 0
+    binary: bool = False
 
 
 NOTHING_ASKED = Asked()

@@ -1,7 +1,8 @@
 """One client's connection: uvicorn's HTTP protocol, with limits that it leaves to others.
 
-Adds what a hostile or vanished client makes necessary: a bound on everything that is not body (heads, chunk framing,
-trailers), deadlines for slow senders and readers, and cancelling an inference whose client is gone. The sweep over
+A request whose head was served before goes past the parser (`known.py`) to `HttpFront.take_known`. Adds what a hostile
+or vanished client makes necessary: a bound on everything that is not body (heads, chunk framing, trailers), deadlines
+for slow senders and readers, and cancelling an inference whose client is gone. The sweep over
 all connections runs once a second, so none of it costs a timer per request.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from slim_scheduler.frontend.known import LONGEST_HEAD, InferHead, KnownHeads
 from slim_scheduler.frontend.limits import Limits
 
 MOST_HEADERS = 128
@@ -22,6 +24,7 @@ class Connection(HttpToolsProtocol):
     """Limits come from the class made by `connection_class`. `inference` is the task that the client waits for."""
 
     limits = Limits()
+    heads = KnownHeads()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,6 +37,11 @@ class Connection(HttpToolsProtocol):
         self._unread_since: float | None = None
         self._idle_since: float | None = None  # when the last of our own answers left
         self._in_hand: RequestResponseCycle | None = None
+        self._between = True  # no request has begun since the last one's end
+        self._chunk = b""  # what came last, if a request begins with it
+        self._known_in_hand = False
+        self._early = b""  # what came while a known request was in hand
+        self._ends = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,6 +56,16 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._known_in_hand:
+            self._early += data
+            self.flow.pause_reading()
+            return
+        if self._between and self._is_idle():
+            known = self.heads.find(data)
+            if known is not None:
+                self._infer_known(*known, data)
+                return
+            self._chunk = data
         self._fed += len(data)
         super().data_received(data)
         # Everything that is not body: an honest request has a short head, and chunks longer than their framing.
@@ -59,6 +77,8 @@ class Connection(HttpToolsProtocol):
         self._since = time.monotonic()
         self._idle_since = None
         self._in_body = False
+        self._between = False
+        self.scope["slim.chunk"], self._chunk = self._chunk, b""  # type: ignore[typeddict-unknown-key]
         self.scope["slim.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -82,12 +102,68 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._since = None
         self._in_body = False
+        self._between = True
         self._fed = self._body_seen = 0
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_hand = cycle
         super()._start_asgi_task(cycle, app)
+
+    # ---- requests whose head was served before
+
+    def _is_idle(self) -> bool:
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not self.pipeline and not self.flow.write_paused and not self.transport.is_closing()
+
+    def learn(self, head: InferHead, chunk: bytes) -> None:
+        """Remembers the head of an answered request that was one `chunk`, from the request line to the body's end."""
+        begin = len(chunk) - head.length
+        keeps = self._in_hand is not None and self._in_hand.keep_alive
+        # Exactly one empty line before the body, no second request after it: nothing else can have decided.
+        if keeps and chunk.startswith(b"POST ") and chunk.find(b"\r\n\r\n", 0, LONGEST_HEAD) + 4 == begin:
+            self.heads.learn(chunk[:begin], head)
+
+    def _infer_known(self, head: InferHead, begin: int, data: bytes) -> None:
+        self._since = self._idle_since = None
+        self._unset_keepalive_if_required()
+        self._known_in_hand = True
+        serving = self.app.take_known(self, head, memoryview(data)[begin:])
+        if serving is None:
+            return
+        task = self.loop.create_task(serving)
+        self.inference = task
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def answer_known(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Writes the answer, and goes on with what came meanwhile."""
+        self.inference = None
+        self._known_in_hand = False
+        if self.transport.is_closing():
+            return
+        self.server_state.total_requests += 1
+        self._write(status, fields, body)
+        self._idle_since = time.monotonic()
+        if self._ends:
+            self.transport.close()
+        elif self._early:
+            early, self._early = self._early, b""
+            self.flow.resume_reading()
+            self.data_received(early)
+
+    def shutdown(self) -> None:
+        if self._known_in_hand:
+            self._ends = True
+        else:
+            super().shutdown()
+
+    def _write(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        parts = [STATUS_LINE[status]]
+        for name, value in fields:
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"\r\n", body)
+        self.transport.write(b"".join(parts))
 
     def respond(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> bool:
         """Writes the whole answer to the request in hand; False where only uvicorn's own way will do.
@@ -106,11 +182,7 @@ class Connection(HttpToolsProtocol):
         ):
             return False
         cycle.response_started = cycle.response_complete = True
-        head = [STATUS_LINE[status]]
-        for name, value in fields:
-            head += (name, b": ", value, b"\r\n")
-        head += (b"\r\n", body)
-        self.transport.write(b"".join(head))
+        self._write(status, fields, body)
         cycle.message_event.set()
         if self.pipeline:
             self.on_response_complete()
@@ -157,7 +229,7 @@ class Connection(HttpToolsProtocol):
 
 def connection_class(limits: Limits) -> type[Connection]:
     """The protocol class of a listener; uvicorn makes one object per connection and passes it no limits."""
-    return type("Connection", (Connection,), {"limits": limits})
+    return type("Connection", (Connection,), {"limits": limits, "heads": KnownHeads()})
 
 
 async def sweep_forever(connections: Any) -> None:

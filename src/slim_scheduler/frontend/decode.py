@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from slim_scheduler.frontend.asked import NOTHING_ASKED, SHARED_MEMORY, Asked, Parameter, asked_of
+from slim_scheduler.frontend.asked import NOTHING_ASKED, SHARED_MEMORY, Asked, OutputForm, Parameter, asked_of
 from slim_scheduler.frontend.card import INPUT, OUTPUT, ModelCard
+from slim_scheduler.frontend.known import LONGEST_JSON, Template, Templates
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 
@@ -50,14 +51,6 @@ class InferBody(msgspec.Struct):
     outputs: list[OutputWish] | None = None
 
 
-class OutputForm(msgspec.Struct, frozen=True, gc=False):
-    """How one output goes back: `classification` is how many labels instead of logits, 0 for logits; `binary`, after
-    the JSON as bytes."""
-
-    classification: int = 0
-    binary: bool = False
-
-
 LOGITS_AS_JSON = (OutputForm(),)
 LOGITS_AS_BYTES = (OutputForm(binary=True),)
 
@@ -81,8 +74,13 @@ for _ in range(8):
     _NUMBERS.append(msgspec.json.Decoder(_kind))
 
 
-def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferenceCall:
-    """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none."""
+def decode_infer(
+    body: Buffer, json_length: int | None, card: ModelCard, limits: Limits, templates: Templates | None = None
+) -> InferenceCall:
+    """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none.
+
+    `templates` remembers JSON parts of this model.
+    """
     if json_length == 0:
         return InferenceCall(_raw_image(body, card, limits), outputs=LOGITS_AS_BYTES)
     size = len(body) if json_length is None else json_length
@@ -94,11 +92,20 @@ def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits:
             f"the JSON part has {size} bytes; at most {limits.json_bytes} are read, send the tensor as binary data",
         )
     view = memoryview(body)
+    text = bytes(view[:size]) if templates is not None and size <= LONGEST_JSON else b""
+    known = templates.find(text) if templates is not None and text else None
+    if known is not None:
+        image = image_from(view, size, len(view) - size, known.datatype, known.shape, card, limits)
+        return InferenceCall(image, "", known.asked, known.outputs)
     request = _parse(view[:size])
     _check_counts(request, limits)
     image = _image(request, view, size, card, limits)
     parameters = request.parameters or {}
-    return InferenceCall(image, request.id or "", asked_of(parameters, card), _outputs(request, parameters))
+    asked, outputs = asked_of(parameters, card), _outputs(request, parameters)
+    if templates is not None and text and not request.id and size < len(body):
+        tensor = request.inputs[0]
+        templates.learn(text, Template(tensor.datatype, tensor.shape, asked, outputs))
+    return InferenceCall(image, request.id or "", asked, outputs)
 
 
 def image_from(

@@ -1,7 +1,7 @@
 """The HTTP side: inference as raw ASGI, everything else handed to the routes.
 
-The hot path makes no request object and copies no body. Every request passes the guard first; every refusal becomes
-its status with `{"error": ...}`.
+The hot path makes no request object and copies no body. Every request passes the guard first, or begins with a head
+that passed it before; every refusal becomes its status with `{"error": ...}`.
 """
 
 import asyncio
@@ -9,18 +9,23 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
-from slim_scheduler.frontend.decode import decode_infer
+from slim_scheduler.frontend.decode import Buffer, decode_infer
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
+from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
+from slim_scheduler.frontend.pace import Pace
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
+
+if TYPE_CHECKING:
+    from slim_scheduler.frontend.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,9 @@ JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
+# Requests that need more than a body and an answer, or whose head is another one every time.
+NOT_LEARNT = frozenset((b"content-encoding", b"expect", b"traceparent", b"upgrade"))
+DEFECT = Refusal(Kind.INTERNAL, "a defect of the server; its log says more")
 
 
 class HttpFront:
@@ -48,6 +56,7 @@ class HttpFront:
         self._limits = limits
         self._routes = routes
         self._held = Held(limits.held_bytes)
+        self._pace = Pace()
         self.responses: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +82,7 @@ class HttpFront:
             return
         except Exception:
             log.exception("a defect of the server, in %s", path)
-            await self._refuse(
-                Refusal(Kind.INTERNAL, "a defect of the server; its log says more"), headers, scope, send
-            )
+            await self._refuse(DEFECT, headers, scope, send)
             return
         if len(path) > 1 and path.endswith("/"):
             scope["path"] = path.rstrip("/")  # with and without: a redirect would lose a POST's body
@@ -87,61 +94,123 @@ class HttpFront:
         connection = scope.get("slim.connection")
         if connection is not None:
             connection.inference = asyncio.current_task()
-        body = b""
         held = 0
+        self._pace.came()
         try:
-            served = self._service.repository.find(name, version)
-            limits = self._limits
+            self._service.repository.find(name, version)
             declared = _length(headers, b"content-length")
-            body = await read_body(receive, declared, limits.body_bytes, self._held)
+            body = await read_body(receive, declared, self._limits.body_bytes, self._held)
             held = len(body)
             encoding = headers.get(b"content-encoding", b"identity")
             if encoding != b"identity":
-                body = await inflate(body, encoding.decode("latin-1").strip().lower(), limits.body_bytes)
+                body = await inflate(body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
                 self._held.take(len(body))
                 held += len(body)
-            json_length = _length(headers, b"inference-header-content-length")
-            call = decode_infer(body, json_length, served.card, limits)
-            answer = await self._service.infer(served, call, _traceparent(headers))
-            reply, json_length = encode_answer(call, answer, served.card)
+            head = InferHead(name, version, held, _length(headers, b"inference-header-content-length"), headers)
+            fields, reply = await self._answer(head, body)
         except asyncio.CancelledError:
             if connection is not None and connection.gone:
                 return  # nobody is left to answer; the engine has dropped the work
             raise
         finally:
             self._held.give(held)
+            self._pace.went()
             if connection is not None:
                 connection.inference = None
+        if connection is not None and declared is not None and not NOT_LEARNT.intersection(headers):
+            connection.learn(head, scope["slim.chunk"])
+        await self._reply(200, fields, reply, headers, scope, send)
+
+    async def _answer(self, head: InferHead, body: Buffer) -> tuple[HeaderList, bytes]:
+        """Decode, infer, encode. Raises Refusal."""
+        served = self._service.repository.find(head.name, head.version)
+        call = decode_infer(body, head.json_length, served.card, self._limits, served.templates)
+        answer = await self._service.infer(served, call, _traceparent(head.headers))
+        reply, json_length = encode_answer(call, answer, served.card)
         fields: HeaderList = [JSON]
         if json_length is not None:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
         if len(reply) >= SMALLEST_COMPRESSED:
-            reply = _compress(reply, headers, fields)
-        await self._reply(200, fields, reply, headers, scope, send)
+            reply = _compress(reply, head.headers, fields)
+        return fields, reply
+
+    def take_known(
+        self, connection: "Connection", head: InferHead, body: memoryview
+    ) -> Coroutine[Any, Any, None] | None:
+        """A request whose head was served before, whole: what must run to answer it. None: it was refused at once."""
+        refusal = self._hopeless(head, body)
+        if refusal is None:
+            self._pace.came()
+            return self._infer_known(connection, head, body)
+        status, fields, reply = _refused(refusal)
+        connection.answer_known(status, self._finish(status, fields, reply, head.headers), reply)
+        return None
+
+    def _hopeless(self, head: InferHead, body: memoryview) -> Refusal | None:
+        """Beyond the peak of this process most of a request's cost must not be spent on what will be late anyway."""
+        served = self._service.repository.served.get(head.name)
+        if served is None or not head.json_length:
+            return None
+        template = served.templates.find(bytes(body[: head.json_length]))
+        if template is None or template.asked.deadline is None or template.asked.priority:
+            return None
+        return self._pace.too_late(template.asked.deadline)
+
+    async def _infer_known(self, connection: "Connection", head: InferHead, body: Buffer) -> None:
+        """The same as `_infer`, without parser and guard."""
+        held = 0
+        try:
+            self._held.take(len(body))
+            held = len(body)
+            fields, reply = await self._answer(head, body)
+            status = 200
+        except Refusal as refusal:
+            status, fields, reply = _refused(refusal)
+        except asyncio.CancelledError:
+            if connection.gone:
+                return
+            raise
+        except Exception:
+            log.exception("a defect of the server, in infer")
+            status, fields, reply = _refused(DEFECT)
+        finally:
+            self._held.give(held)
+            self._pace.went()
+        connection.answer_known(status, self._finish(status, fields, reply, head.headers), reply)
 
     async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
-        fields: HeaderList = [JSON]
-        if refusal.kind is Kind.UNAVAILABLE:
-            fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
-        elif refusal.kind is Kind.UNAUTHENTICATED:
-            fields.append((b"www-authenticate", b"Bearer"))
-        elif refusal.kind is Kind.NO_METHOD:
-            fields.append((b"allow", b"POST"))
-        body = msgspec.json.encode({"error": refusal.message})
-        await self._reply(int(refusal.kind), fields, body, headers, scope, send)
+        status, fields, body = _refused(refusal)
+        await self._reply(status, fields, body, headers, scope, send)
 
     async def _reply(
         self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes], scope: Scope, send: Send
     ) -> None:
-        self.responses[status] = self.responses.get(status, 0) + 1
-        fields.append((b"content-length", b"%d" % len(body)))
-        if b"traceparent" in headers and (trace := _traceparent(headers)):
-            fields.append((b"traceparent", trace.encode()))
+        fields = self._finish(status, fields, body, headers)
         connection = scope.get("slim.connection")
         if connection is not None and scope["method"] == "POST" and connection.respond(status, fields, body):
             return
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
+
+    def _finish(self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes]) -> HeaderList:
+        """Counts an answer, and adds the fields that every answer has."""
+        self.responses[status] = self.responses.get(status, 0) + 1
+        fields.append((b"content-length", b"%d" % len(body)))
+        if b"traceparent" in headers and (trace := _traceparent(headers)):
+            fields.append((b"traceparent", trace.encode()))
+        return fields
+
+
+def _refused(refusal: Refusal) -> tuple[int, HeaderList, bytes]:
+    """The status, fields and body of a refusal."""
+    fields: HeaderList = [JSON]
+    if refusal.kind is Kind.UNAVAILABLE:
+        fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
+    elif refusal.kind is Kind.UNAUTHENTICATED:
+        fields.append((b"www-authenticate", b"Bearer"))
+    elif refusal.kind is Kind.NO_METHOD:
+        fields.append((b"allow", b"POST"))
+    return int(refusal.kind), fields, msgspec.json.encode({"error": refusal.message})
 
 
 def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:

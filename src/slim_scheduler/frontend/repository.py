@@ -19,6 +19,7 @@ from slim_scheduler.config import Config, ModelConfig
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.frontend.card import VERSION, Layout, ModelCard, card_of
+from slim_scheduler.frontend.known import Templates
 from slim_scheduler.frontend.observer import Observer
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.machines import load_shape
@@ -47,6 +48,7 @@ class Served:
         self.engine = engine
         self.observer = observer
         self.accuracy = _accuracy(Path(config.model.path))
+        self.templates = Templates()
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
 
@@ -61,6 +63,7 @@ class Served:
         """Serves new requests with another engine; returns the old one, which must be retired."""
         old, self.engine, self.config, self.card = self.engine, engine, config, card
         self.accuracy = _accuracy(Path(config.model.path))
+        self.templates = Templates()
         self.finishing.append(old)
         return old
 

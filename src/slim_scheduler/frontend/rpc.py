@@ -15,13 +15,12 @@ from google.protobuf.json_format import ParseDict
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from slim_scheduler.frontend.asked import asked_of
+from slim_scheduler.frontend.asked import OutputForm, asked_of
 from slim_scheduler.frontend.card import INPUT, OUTPUT, VERSION, ModelCard
 from slim_scheduler.frontend.decode import (
     DTYPES,
     LONGEST_ID,
     InferenceCall,
-    OutputForm,
     check_input_parameters,
     check_shape,
     image_from,
