@@ -82,6 +82,18 @@ def test_ctrl_c_saves_a_whole_step_and_the_run_goes_on_from_it(tmp_path):
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
+def test_a_finished_network_is_trained_further_and_says_so(tmp_path):
+    fit(TINY, "digits", tmp_path / "first")
+    fit(TINY, "digits", tmp_path / "further", start=tmp_path / "first")
+    first, further = (checkpoint.load_manifest(tmp_path / name).training for name in ("first", "further"))
+    assert further.started_from == checkpoint.load_manifest(tmp_path / "first").weights_sha256
+    assert further.history[: len(first.history)] == first.history
+    assert [record.epoch for record in further.history] == [1, 2, 3, 4, 5, 6]
+    assert further.history[3].loss < first.history[0].loss, "it did not begin anew"
+    with pytest.raises(InputError, match="another architecture than preset tiny"):
+        fit(TINY, "digits", tmp_path / "other", start="models/digits")
+
+
 def test_another_seed_gives_another_network_and_the_same_seed_the_same(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         fit(TINY, "digits", tmp_path / name, seed=seed, epochs=1)

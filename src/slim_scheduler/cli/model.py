@@ -22,6 +22,7 @@ def add(app: typer.Typer) -> None:
         epilog=examples(
             "slim fit --preset digits --data digits --out models/my-digits",
             "slim fit --preset cifar100 --data data/cifar-100-binary --out models/cifar100 --device cuda:0",
+            "slim fit --preset cifar100-lean --from models/cifar100 --data data/cifar-100-binary --out models/further",
         )
     )(fit)
     app.command(epilog=examples("slim accuracy --model models/digits --data digits --json"))(accuracy)
@@ -35,6 +36,9 @@ def fit(
     device: Device = "cpu",
     epochs: Annotated[int | None, typer.Option("--epochs", help="Instead of the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="End on time instead of after epochs.")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="A finished network of this preset, to train further.")
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +51,9 @@ def fit(
             last = step.history[-1] if step.history else None
             show(step.share, f"epoch {step.epoch:.1f}, loss {step.loss:.3f}" + (f", {_curve(last)}" if last else ""))
 
-        result = train(preset, data, out, seed=seed, device=device, epochs=epochs, minutes=minutes, progress=report)
+        result = train(
+            preset, data, out, seed=seed, device=device, epochs=epochs, minutes=minutes, start=start, progress=report
+        )
     if as_json:
         import msgspec
 

@@ -139,9 +139,10 @@ def recipe_text(manifest: Manifest) -> str:
     assert training is not None
     recipe = msgspec.json.encode(training.recipe).decode()
     epochs = training.history[-1].epoch if training.history else 0.0
+    further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
         f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
-        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured.\n\n"
+        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured.{further}\n\n"
         f"```json\n{recipe}\n```"
     )
 

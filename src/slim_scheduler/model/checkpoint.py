@@ -33,7 +33,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """How the weights came about. `seconds` is time on the clock; `history` the curve on held-out images."""
+    """How the weights came about. `seconds` is time on the clock; `history` the curve on held-out images.
+
+    `started_from`: SHA-256 of the weights that a further run began with; seconds and history include theirs.
+    """
 
     preset: str
     recipe: Recipe
@@ -42,6 +45,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     seconds: float
     history: tuple[EpochRecord, ...]
+    started_from: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ updates from `MuonSgd`. Test images are never looked at: curves come from held-o
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,7 @@ def fit(
     epochs: int | None = None,
     minutes: float | None = None,
     workers: int | None = None,
+    start: str | Path | None = None,
     save_every: float = 180.0,
     progress: Callable[[FitProgress], None] | None = None,
 ) -> FitResult:
@@ -73,7 +74,8 @@ def fit(
     `epochs` replaces the recipe's. `minutes` makes the schedule follow the clock instead (ends on time, but two runs
     differ). `workers` split each batch (default: one per compute thread on a CPU, one on a GPU); another number gives
     the same gradients up to rounding. The state is written every `save_every` seconds and at an interruption.
-    Raises InputError and below.
+    `start` is a finished network of the same architecture to train further, with the whole schedule once more (a warm
+    restart, Loshchilov and Hutter 2017). Raises InputError and below.
     """
     preset = preset_named(preset) if isinstance(preset, str) else preset
     if epochs is not None:
@@ -82,7 +84,7 @@ def fit(
         preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
     if minutes is not None and minutes <= 0:
         raise InputError(f"minutes {minutes:g} must be more than 0")
-    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers)
+    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers, start)
     run.train(save_every, progress or (lambda _: None))
     return run.finish()
 
@@ -99,6 +101,7 @@ class _Run:
         device: torch.device,
         minutes: float | None = None,
         workers: int | None = None,
+        start: str | Path | None = None,
     ) -> None:
         self.preset, self.recipe, self.out, self.seed, self.device = preset, preset.recipe, out, seed, device
         self.minutes = minutes
@@ -119,6 +122,7 @@ class _Run:
             )
         torch.manual_seed(seed)
         self.model = SlimResNet(preset.architecture, out.resolve().name).to(device)
+        self.before = self._start_from(Path(start)) if start is not None else None
         parameters = list(self.model.named_parameters())
         matrices = [(n, p) for n, p in parameters if p.dim() == 4 and "stem" not in n]
         others = [(n, p) for n, p in parameters if p.dim() != 4 or "stem" in n]
@@ -134,10 +138,21 @@ class _Run:
         self.state = RunState(identity=self._identity(train.labels))
         self.state_path = out / ".training" / STATE_FILE
 
+    def _start_from(self, folder: Path) -> checkpoint.Manifest:
+        """Takes over a finished network's weights."""
+        manifest = checkpoint.load_manifest(folder)
+        if manifest.architecture != self.preset.architecture:
+            raise InputError(
+                f"{folder} has another architecture than preset {self.preset.name}; start from a network of that preset"
+            )
+        self.model.load_state_dict(checkpoint.load(folder, str(self.device)).state_dict())
+        return manifest
+
     def _identity(self, labels: np.ndarray) -> str:
         import hashlib
 
-        content = msgspec.json.encode((self.preset, self.seed, self.data.name, labels.tolist()))
+        start = (self.before.weights_sha256,) if self.before else ()
+        content = msgspec.json.encode((self.preset, self.seed, self.data.name, labels.tolist(), *start))
         return f"{self.preset.name}-seed{self.seed}-{hashlib.sha256(content).hexdigest()[:12]}"
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -225,18 +240,34 @@ class _Run:
             for name, p in self.model.named_parameters():
                 if self.average:
                     p.copy_(self.average[name])
+        before = self.before.training if self.before else None
         training = checkpoint.Training(
             preset=self.preset.name,
             recipe=self.recipe,
             seed=self.seed,
             data=self.data.name,
             source=self.data.source,
-            seconds=round(self.state.seconds, 1),
-            history=tuple(self.state.history),
+            seconds=round(self.state.seconds + (before.seconds if before else 0.0), 1),
+            history=continued(before.history if before else (), self.state.history),
+            started_from=self.before.weights_sha256 if self.before else "",
         )
         mean, std = self.statistics
         checkpoint.save(self.model, self.out, classes=self.data.classes, mean=mean, std=std, training=training)
         return FitResult(self.model, self.out, tuple(self.state.history), self.state.seconds)
+
+
+def continued(before: tuple[EpochRecord, ...], history: Sequence[EpochRecord]) -> tuple[EpochRecord, ...]:
+    """The curve of a further run, after the one it began with."""
+    if not before:
+        return tuple(history)
+    epoch, seconds = before[-1].epoch, before[-1].seconds
+    shifted = [
+        msgspec.structs.replace(
+            record, epoch=round(record.epoch + epoch, 2), seconds=round(record.seconds + seconds, 1)
+        )
+        for record in history
+    ]
+    return (*before, *shifted)
 
 
 def schedule(share: float, recipe: Recipe) -> float:
