@@ -142,7 +142,8 @@ def recipe_text(manifest: Manifest) -> str:
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
         f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
-        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured.{further}\n\n"
+        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured."
+        f"{further}\n\n"
         f"```json\n{recipe}\n```"
     )
 
