@@ -4,7 +4,7 @@ from numpy.random import default_rng
 
 from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.limits import DispatchLimits
-from slim_scheduler.core.messages import Reply, RequestArrived, SendBlock, ServerJoined, ServerReported
+from slim_scheduler.core.messages import BatchReported, Reply, RequestArrived, SendBlock, ServerJoined, ServerReported
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.baselines import JoinShortestQueue, width_rule
 from slim_scheduler.core.shape import ModelShape
@@ -103,3 +103,9 @@ def sent(commands) -> list[Block]:
 
 def replies(commands) -> list[Reply]:
     return only(commands, Reply)
+
+
+def done(block, at, width=None, server=None):
+    """The server's word that all of a block ran."""
+    tasks = tuple(task.task_id for task in block.tasks)
+    return BatchReported(server or block.server, 0, 1, block.segment, width or block.width, tasks, at - 0.01, at)
