@@ -19,7 +19,7 @@ from tests.cluster.nodes import LocalNodes, NamespaceNodes, Nodes, namespaces_wo
 pytest.importorskip("ray")
 
 PROGRAM = [sys.executable, "-m", "tests.cluster.ledger_run"]
-IN_CI = ("lossy:20", "kill", "kill", "stop", "stop", "remove-node", "remove-node")
+IN_CI = ("lossy:20", "kill", "kill", "stop", "stop")
 TIMES = 20  # each fault, in make accept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -44,6 +44,12 @@ def either_kind(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 @pytest.fixture(scope="module")
 def told(machines: Nodes) -> dict[str, Any]:
     return run(machines, *IN_CI)
+
+
+@pytest.fixture(scope="module")
+def removed(machines: Nodes, told: dict[str, Any]) -> dict[str, Any]:
+    """A run of its own: killed servers may all have come back on the router's machine, which cannot be removed."""
+    return run(machines, "remove-node", "remove-node")
 
 
 def run(machines: Nodes, *faults: str, limit: float = 300.0) -> dict[str, Any]:
@@ -77,26 +83,33 @@ def check_faults(told: dict[str, Any], kind: str) -> None:
         assert fault["back"] < 3.0
 
 
-def test_every_item_of_the_whole_run_has_exactly_one_outcome(told):
+def test_every_item_of_both_runs_has_exactly_one_outcome(told, removed):
     check_ledger(told)
+    check_ledger(removed)
 
 
 def test_lost_doubled_and_late_messages_lose_and_double_nothing(told):
     assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 10
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "remove-node"])
+@pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_lost_server_is_noticed_within_a_second_and_throughput_comes_back(told, kind):
     check_faults(told, kind)
 
 
-def test_servers_come_back_after_each_fault(told):
-    last = {server: up for server, up, _ in told["changes"]}
-    assert all(last.values())
+def test_removed_machine_is_noticed_within_a_second_and_throughput_comes_back(removed):
+    check_faults(removed, "remove-node")
 
 
-def test_no_answer_comes_later_than_the_deadline_allows(told):
-    assert told["latest"] < 0.5  # 50 ms is promised where the router has a core to itself; here 2 cores carry all
+def test_servers_come_back_after_each_fault(told, removed):
+    for seen in (told, removed):
+        last = {server: up for server, up, _ in seen["changes"]}
+        assert all(last.values())
+
+
+def test_no_answer_comes_later_than_the_deadline_allows(told, removed):
+    # 50 ms is promised where the router has a core to itself; here 2 cores carry all
+    assert max(told["latest"], removed["latest"]) < 0.5
 
 
 @pytest.mark.parametrize("attempt", range(2))
