@@ -28,7 +28,8 @@ from slim_scheduler.engine.engine import InferenceResult
 from tests.cluster.lossy import LossySeam
 from tests.engine.live import NETWORK, SHAPE, TOLERANCE, Watch, config_of, expected, images
 
-RATE = 60.0  # items per second, about a quarter of what the three servers carry
+RATE, SHARE = 60.0, 0.25  # items per second, but no more than so much of what the three servers carry on this machine
+CALLERS, ASKED = 12, 16  # so many at a time, each so often, show what they carry
 DEADLINE = 6.0
 SETTLED = 2.0  # seconds of undisturbed load before and after a fault
 STOPPED = 1.6  # a stopped server goes on after so long
@@ -40,28 +41,43 @@ SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wai
 
 
 class Load:
-    """Open-loop requests of one item each, and the answer to each."""
+    """Open-loop requests of one item each, and the answer to each, after a closed loop that finds the rate."""
 
-    def __init__(self, engine: ClusterEngine, rate: float) -> None:
+    def __init__(self, engine: ClusterEngine) -> None:
         self.images = images(256, seed=5)
         self.results: list[tuple[int, InferenceResult]] = []
         self.ended: list[float] = []
         self.late: list[float] = []
         self._engine = engine
-        self._rate = rate
+        self.rate = RATE
         self._waiting: list[asyncio.Future[InferenceResult]] = []
+
+    async def start(self) -> None:
+        for _ in range(2):  # the first time loads every instance
+            begin = self._engine.now()
+            await asyncio.gather(*[self._call() for _ in range(CALLERS)])
+            carried = CALLERS * ASKED / (self._engine.now() - begin)
+        self.rate = min(RATE, SHARE * carried)
         self._task = asyncio.create_task(self._offer())
+
+    async def _call(self) -> None:
+        for _ in range(ASKED):
+            await self._submit(self._engine.now())
 
     async def _offer(self) -> None:
         begin, i = self._engine.now(), 0
         while True:
-            at = begin + i / self._rate
+            at = begin + i / self.rate
             await asyncio.sleep(max(0.0, at - self._engine.now()))
-            sample = i % len(self.images)
-            future = self._engine.submit(self.images[sample : sample + 1], deadline_s=DEADLINE, arrival=at)
-            future.add_done_callback(lambda done, sample=sample, at=at: self._note(sample, at, done.result()))
-            self._waiting.append(future)
+            self._submit(at)
             i += 1
+
+    def _submit(self, at: float) -> "asyncio.Future[InferenceResult]":
+        sample = self.submitted % len(self.images)
+        future = self._engine.submit(self.images[sample : sample + 1], deadline_s=DEADLINE, arrival=at)
+        future.add_done_callback(lambda done: self._note(sample, at, done.result()))
+        self._waiting.append(future)
+        return future
 
     def _note(self, sample: int, at: float, result: InferenceResult) -> None:
         now = self._engine.now()
@@ -82,7 +98,7 @@ class Load:
         """Seconds from the fault to where throughput, over a window, is 90 % of the load again; 0 if it never fell."""
         ended = np.array(self.ended)
         begins = np.arange(fault, ended[-1] - WINDOW, 0.05)
-        enough = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins]) >= 0.9 * self._rate * WINDOW
+        enough = np.array([np.sum((ended >= at) & (ended < at + WINDOW)) for at in begins]) >= 0.9 * self.rate * WINDOW
         fallen = np.flatnonzero(~enough[: round(FALL / 0.05)])
         if not len(fallen):
             return 0.0
@@ -197,7 +213,8 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
     engine = ClusterEngine(config, NETWORK, SHAPE, recorder=watch, seam=seam)
     await engine.start()
     print(json.dumps({name: server.place.process for name, server in engine._host.remotes.items()}), flush=True)
-    load = Load(engine, RATE)
+    load = Load(engine)
+    await load.start()
     story = Story(engine, watch, load, seam)
     await asyncio.sleep(SETTLED)
     for fault in faults:
@@ -207,6 +224,7 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
     await engine.stop(grace_s=0)
     return {
         "submitted": load.submitted,
+        "rate": load.rate,
         "answers": len(load.results),
         "replies": len(watch.seen(Reply)),
         "outcomes": Counter(result.outcome for _, result in load.results),
