@@ -38,8 +38,7 @@ from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
 
 CONNECTIONS = 32
-# Where computing decides, larger batches only keep requests waiting for each other: at 8 both servers have a lower p99
-# than at 32, and the same throughput.
+# Where computing decides, larger batches keep requests waiting for each other.
 MAX_BATCH = {"smallest": 32, "cifar100": 8}
 ROUNDS = 4
 SECONDS = 4.0
