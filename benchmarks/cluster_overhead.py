@@ -8,6 +8,7 @@ to the server with what it must fetch, queued, running, and back.
 
 import asyncio
 import itertools
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 WIDTHS = (0.5, 1.0)
-CALL, MACS_PER_S = 0.5e-3, 15e9  # of one core
+CALL = 0.5e-3
+SERVERS = "abc"
 OUTSTANDING = 960  # so many that full blocks wait for credit
 ROUNDS = 3
 ROUND_SECONDS = 8.0
@@ -117,7 +119,7 @@ async def _throughput(address: str, width: float) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     model = SlimResNet(preset_named(PRESET).architecture, PRESET).eval().requires_grad_(False)
     shape, hops = shape_of(model), HopTimes()
-    profiles = dict.fromkeys("abc", _derived_profile(shape))
+    profiles = dict.fromkeys(SERVERS, _derived_profile(shape, _macs_per_s(model, shape, width)))
     here = SlimEngine(_config("", width), model, shape, profiles=profiles, recorder=HopTimes())
     there = ClusterEngine(_config(address, width), model, shape, profiles=profiles, recorder=hops)
     items = np.random.default_rng(0).standard_normal((64, *shape.item_shape), dtype=np.float32)
@@ -173,16 +175,32 @@ async def _hop(address: str, router: str) -> dict[str, dict[str, Any]]:
 
 
 def _config(address: str, width: float) -> Config:
-    servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0} for name in "abc"]
+    servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0} for name in SERVERS]
     router = {"name": f"cost-model:{width}", "fallback": f"jsq:{width}"}
     network = {"latency_ms": 1.0, "mbps": 2000.0}  # about what Ray moves between two nodes of one machine
     return config_from({"servers": servers, "router": router, "network": network, "cluster": {"address": address}})
 
 
-def _derived_profile(shape: ModelShape) -> Profile:
-    """Times from multiply-adds: all that the router needs to know is that moving a batch costs more than it saves."""
+def _macs_per_s(model: SlimResNet, shape: ModelShape, width: float) -> float:
+    """Of one server, in full batches, when all share the cores."""
+    widths = (width,) * shape.segments
+    items = torch.randn(32, *shape.item_shape)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        model(items, widths)
+        times.append(time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    share = min(1.0, (os.cpu_count() or 1) / len(SERVERS))
+    return share * len(items) * shape.tuple_macs(widths) / min(times)
+
+
+def _derived_profile(shape: ModelShape, macs_per_s: float) -> Profile:
+    """Times from multiply-adds: what the router needs to know is whether moving a batch costs more than it saves."""
     rows = tuple(
-        Latency(segment, previous, width, tuple(CALL + size * macs / MACS_PER_S for size in (1, 32)))
+        Latency(segment, previous, width, tuple(CALL + size * macs / macs_per_s for size in (1, 32)))
         for segment in range(shape.segments)
         for i, previous in enumerate(shape.widths if segment else (None,))
         for width, macs in zip(shape.widths, shape.macs[segment][i], strict=True)

@@ -39,10 +39,10 @@ NOT_NEGATIVE = {
     "telemetry": "age_s",
     "workload": "deadline_ms",
     "faults": "at_s",
-    "training": "value_coef entropy_coef warm_start_decisions",
+    "training": "value_coef entropy_coef warm_start_decisions imposed_delay backlog_s",
 }
 # Likewise, from 0 to 1
-SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda"}
+SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}
 
 
 def check(config: Config) -> None:

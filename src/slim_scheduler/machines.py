@@ -33,7 +33,8 @@ from slim_scheduler.profile_file import read_profile
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
 ROUTER_NAMES = (
-    "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, ppo:POLICY_DIR"
+    "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
+    "ppo:POLICY_DIR"
 )
 
 
@@ -121,7 +122,7 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
         from slim_scheduler.policy_file import load_router  # safetensors, which most routers do not need
 
         return load_router(Path(argument), router_facts(config, shape, profiles), name, config.router.sample)
-    if name in ("slackfit", "reward-greedy", "lp"):
+    if name in ("slackfit", "reward-greedy") or kind == "lp":
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
         return _informed_router(name, config, router_facts(config, shape, profiles))
@@ -146,7 +147,13 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
         return RewardGreedy(facts, accuracy, config.reward)
     from slim_scheduler.core.router.plan import PlanFollower
 
-    return PlanFollower(facts, accuracy)
+    _, _, rho = name.partition(":")
+    if not rho:
+        return PlanFollower(facts, accuracy)
+    try:
+        return PlanFollower(facts, accuracy, float(rho), name)
+    except ValueError:
+        raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
 
 
 def build_dispatcher(

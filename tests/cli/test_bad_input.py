@@ -44,6 +44,11 @@ def test_an_unknown_router_lists_the_names(slim: Slim, tmp_path: Path) -> None:
     assert "router 'fastest' is unknown; available: random" in line
 
 
+@pytest.mark.parametrize(("router", "wrong"), [("lp:many", "'many' is no share"), ("lp:1.5", "rho is 1.5")])
+def test_a_plan_takes_a_share_of_a_devices_time(slim: Slim, tmp_path: Path, router: str, wrong: str) -> None:
+    assert wrong in refused(slim, "simulate", "--config", DEMO, "--router", router, "--out", tmp_path)
+
+
 def test_a_cluster_needs_a_server(slim: Slim, tmp_path: Path) -> None:
     config = tmp_path / "empty.toml"
     config.write_text("[workload]\nrate = 10\n")

@@ -150,13 +150,37 @@ def test_an_unfinished_block_is_carried_over_once_with_its_log_probability():
     assert third.steps.number.tolist() == [5, 9]  # decision 4 had its one update
 
 
-def test_rewards_count_per_task_around_the_running_mean():
+def test_a_return_that_looks_ahead_sums_the_tasks_around_the_running_mean():
+    scale = RewardScale()
+    ahead = Horizon("gae", seconds=1.0, gae_lambda=0.9, n_steps=1)
+    credits = [Credit(1, 3, 1.0, *[0.0] * 4), Credit(2, 1, 5.0, *[0.0] * 4)]
+    rollout = Rollout(steps(1, 2), 0.0, 0.3, credits, 0.0)
+    scale.learn([rollout], True, ahead)
+    assert scale.mean == 2.0  # (3 x 1 + 1 x 5) / 4
+    scale.spread = 3.0
+    assert scale.apply(Credit(3, 2, 3.5, *[0.0] * 4), sums=True) == 1.0
+    batch = Trajectory(ahead, by_tasks=True).add(rollout, scale)
+    assert batch.weights.tolist() == [1.0, 1.0]
+    assert batch.returns[1] == 1.0  # 1 task, 3 above the mean
+
+
+def test_a_return_that_does_not_is_one_tasks_and_weighs_as_many_as_there_are():
     scale = RewardScale()
     credits = [Credit(1, 3, 1.0, *[0.0] * 4), Credit(2, 1, 5.0, *[0.0] * 4)]
-    scale.learn([Rollout(steps(1, 2), 0.0, 0.3, credits, 0.0)], True, ONE_STEP)
-    assert scale.mean == 2.0  # (3 x 1 + 1 x 5) / 4
-    assert scale.spread == 3.0  # both decisions are 3 away from it: 3 tasks x 1, 1 task x 3
-    assert scale.apply(Credit(3, 2, 3.5, *[0.0] * 4), by_tasks=True) == 1.0
+    rollout = Rollout(steps(1, 2), 0.0, 0.3, credits, 0.0)
+    scale.learn([rollout], True, ONE_STEP)
+    assert scale.mean == 2.0
+    assert scale.spread == pytest.approx(math.sqrt((1 + 9) / 2))  # of single tasks: 1 and 3 away from it
+    batch = Trajectory(ONE_STEP, by_tasks=True).add(rollout, scale)
+    assert batch.weights.tolist() == [3.0, 1.0]
+    assert batch.returns.tolist() == pytest.approx([-1 / scale.spread, 3 / scale.spread])
+    block = Trajectory(ONE_STEP, by_tasks=False).add(rollout, scale)
+    assert block.weights.tolist() == [1.0, 1.0]  # the paper's: a block counts once
+
+
+def test_what_a_decision_imposes_is_taken_from_what_it_earned():
+    scale = RewardScale()
+    assert scale.apply(Credit(1, 1, 1.0, *[0.0] * 4, imposed=0.25), sums=True) == 0.75
 
 
 @pytest.mark.parametrize("kind", ["paper", "extended"])
@@ -196,7 +220,7 @@ def test_a_two_armed_bandit_is_solved(kind: str):
         import msgspec
 
         acted = msgspec.structs.replace(inputs_of, action=taken, log_prob=log_prob.numpy(), value=out.value.numpy())
-        ppo.update(Batch(acted, rewards, rewards - values), rng, 0.0)
+        ppo.update(Batch(acted, rewards, rewards - values, np.ones(len(taken))), rng, 0.0)
     with torch.no_grad():
         out = ppo.network(inputs)
     best = [int(head[0].argmax()) for head in out[:3]]

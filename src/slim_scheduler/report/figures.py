@@ -67,6 +67,11 @@ def servers_over_time(run: RunFolder) -> Figure:
     return figure
 
 
+def widths_that_ran(run: RunFolder) -> list[float]:
+    """At any time of the run: its summary knows those after the warm-up only."""
+    return sorted({float(name.rpartition("/")[2]) for name in blocks_of(run.record).ran_names})
+
+
 def widths_over_time(run: RunFolder, served: Sequence[float]) -> Figure:
     """Share of the tasks that ran at each of the served widths, over the time of their routing."""
     with drawing() as figure:
@@ -75,7 +80,7 @@ def widths_over_time(run: RunFolder, served: Sequence[float]) -> Figure:
         blocks = blocks_of(run.record)
         decided = blocks.decided[blocks.task_block] - run.record.info.started_at
         last = np.array([float(name.rpartition("/")[2]) for name in blocks.ran_names], float)
-        widths = sorted(set(last))
+        widths = widths_that_ran(run)
         colors = [width_color(served.index(width), len(served)) for width in widths]
         edges = np.linspace(0, max(decided.max(initial=0.0), 1e-9), TIME_BINS // 2 + 1)
         of_task = last[blocks.task_ran]

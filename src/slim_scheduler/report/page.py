@@ -176,7 +176,8 @@ def _figures(groups: Groups) -> Iterator[str]:
         drawn = figures.servers_over_time(runs[0])
         yield _figure(drawn, router, "How busy each server was, and how many tasks waited there.", "servers")
     yield '</div><h2>Widths over time</h2><div class="grid">'
-    served = [float(width) for width in _widths(groups)]
+    ran = [width for runs in groups.values() for width in figures.widths_that_ran(runs[0])]
+    served = sorted({*map(float, _widths(groups)), *ran})
     for router, runs in groups.items():
         yield _figure(figures.widths_over_time(runs[0], served), router, "The widths at which its tasks ran.", "widths")
     yield "</div>"

@@ -58,7 +58,7 @@ def describe(
     """The report of an update from what the workers brought."""
     credits = [credit for rollout in rollouts for credit in rollout.credits]
     weights = np.array([credit.tasks for credit in credits], float)
-    table = np.array([credit[2:] for credit in credits], float).reshape(len(credits), 5)
+    table = np.array([credit[2:7] for credit in credits], float).reshape(len(credits), 5)
     means = np.average(table, axis=0, weights=weights) if weights.sum() else np.full(5, np.nan)
     action = np.concatenate([rollout.steps.action for rollout in rollouts])
     servers = rollouts[0].steps.present.shape[1]

@@ -70,6 +70,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             self._accuracy,
             int(self.np_random.integers(LARGEST_SEED)),
             expected=training.accuracy == "expected",
+            backlog=scenario.backlog,
         )
         self._observe(self._episode)
         return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}

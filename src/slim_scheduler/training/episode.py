@@ -7,6 +7,7 @@ what ran. A block that an episode's end leaves unfinished is charged for its age
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.random import Generator
 
 from slim_scheduler.config import Config
@@ -16,11 +17,12 @@ from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Block, Decision, Joules, Seconds, ServerName, WidthTuple
 from slim_scheduler.sim.host import Simulation
+from slim_scheduler.training.imposed import ImposedDelay
 from slim_scheduler.workload import generate
 
 
 class Credit(NamedTuple):
-    """What a decision earned, per task of its block: eq. 7's reward and its terms."""
+    """What a decision earned, per task of its block: eq. 7's reward and its terms, and what it cost others."""
 
     decision: int
     tasks: int
@@ -29,22 +31,37 @@ class Credit(NamedTuple):
     latency: Seconds
     energy: Joules
     variance: float
+    imposed: float = 0.0
 
 
 class Episode:
     """`view` is what the next decision is about, None when the run is over. Decisions are numbered from 1.
 
     `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
+    Arrivals of the first `backlog` seconds wait at the start. `imposed`, where it is given, says what a decision
+    costs the tasks behind it.
     """
 
-    def __init__(self, config: Config, accuracy: AccuracyTable, seed: int, *, expected: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        accuracy: AccuracyTable,
+        seed: int,
+        *,
+        expected: bool = False,
+        backlog: Seconds = 0.0,
+        imposed: ImposedDelay | None = None,
+    ) -> None:
         self._weights = config.reward
         self._accuracy = accuracy
         self._mean_top1 = accuracy.prior(())
         self._shares: dict[WidthTuple, float] = {}
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
+        self._imposed = imposed
+        self._charges: dict[int, float] = {}
         arrivals = generate(config.workload, seed, accuracy.items)
+        arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
         self._choice = _Choice()
         self.simulation = Simulation(
@@ -64,8 +81,10 @@ class Episode:
         One that is not allowed is replaced by the dispatcher's fallback, as live.
         """
         self._choice.decision = decision
-        self.simulation.decide()
         self.decisions += 1
+        if self._imposed is not None and self.view is not None:
+            self._charges[self.decisions] = self._imposed.charge(self.view, decision)
+        self.simulation.decide()
         self.view = self.simulation.run_until_decision()
         return self.decisions
 
@@ -114,7 +133,8 @@ class Episode:
             total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
-        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance))
+        imposed = self._charges.pop(number, 0.0)
+        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, imposed))
 
     def _right(self, item: int, widths: WidthTuple) -> float:
         """The prior of the widths so far; of a complete tuple its share of right answers, or this item's outcome."""

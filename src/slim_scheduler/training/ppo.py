@@ -22,10 +22,9 @@ from slim_scheduler.training.rollout import Rollout, Steps
 
 Reals = npt.NDArray[np.float64]
 
-LARGEST_REWARD = 10.0  # normalised: one lost server must not outweigh a thousand ordinary blocks
+LARGEST_REWARD = 40.0  # normalised: one lost server must not outweigh a thousand ordinary blocks
 SCALE_MEMORY = 0.9  # per update, of the reward's running mean and spread
 SMALL = 1e-8
-TEACHER_DOUBT = 0.1  # share of an even choice in what is imitated: enough exploration to improve on a teacher
 
 
 # ---- the policy
@@ -93,6 +92,11 @@ def returns_and_advantages(
     return advantages + values, advantages
 
 
+def sums_tasks(horizon: Horizon, by_tasks: bool) -> bool:
+    """Whether a decision's reward is the sum over its tasks (see `Trajectory`)."""
+    return by_tasks and horizon.kind != "one-step"
+
+
 class RewardScale(msgspec.Struct):
     """Running mean reward of a task, and the spread of the returns that decisions get around it.
 
@@ -110,21 +114,22 @@ class RewardScale(msgspec.Struct):
             return
         weights = [credit.tasks if by_tasks else 1 for credit in credits]
         keep = SCALE_MEMORY if self.updates else 0.0
-        mean = float(np.average([credit.reward for credit in credits], weights=weights))
+        mean = float(np.average([credit.reward - credit.imposed for credit in credits], weights=weights))
         self.mean = keep * self.mean + (1 - keep) * mean
-        returns = np.concatenate([self._returns(rollout, by_tasks, horizon) for rollout in rollouts])
+        sums = sums_tasks(horizon, by_tasks)
+        returns = np.concatenate([self._returns(rollout, sums, horizon) for rollout in rollouts])
         spread = float(np.sqrt(np.mean(returns**2)))
         self.spread = keep * self.spread + (1 - keep) * max(spread, SMALL)
         self.updates += 1
 
-    def _returns(self, rollout: Rollout, by_tasks: bool, horizon: Horizon) -> Reals:
+    def _returns(self, rollout: Rollout, sums: bool, horizon: Horizon) -> Reals:
         """Of a rollout's own decisions, as far as their rewards are known."""
         steps = rollout.steps
         earned = np.zeros(len(steps))
         for credit in rollout.credits:
             i = credit.decision - int(steps.number[0])
             if 0 <= i < len(steps):
-                earned[i] = (credit.tasks if by_tasks else 1) * (credit.reward - self.mean)
+                earned[i] = (credit.tasks if sums else 1) * (credit.reward - credit.imposed - self.mean)
         if horizon.kind != "one-step":
             ahead = 0.0
             discount = (
@@ -135,18 +140,19 @@ class RewardScale(msgspec.Struct):
                 earned[t] = ahead
         return earned
 
-    def apply(self, credit: Credit, by_tasks: bool) -> float:
-        tasks = credit.tasks if by_tasks else 1
-        normal = tasks * (credit.reward - self.mean) / self.spread
+    def apply(self, credit: Credit, sums: bool) -> float:
+        tasks = credit.tasks if sums else 1
+        normal = tasks * (credit.reward - credit.imposed - self.mean) / self.spread
         return max(-LARGEST_REWARD, min(LARGEST_REWARD, normal))
 
 
 class Batch(NamedTuple):
-    """Decisions whose blocks have finished, with what they came to."""
+    """Decisions whose blocks have finished, with what they came to. `weights`: how much each counts."""
 
     steps: Steps
     returns: Reals
     advantages: Reals
+    weights: Reals
 
     @staticmethod
     def join(batches: "list[Batch]") -> "Batch":
@@ -154,12 +160,19 @@ class Batch(NamedTuple):
         for batch in batches[1:]:
             steps = batch.steps.after(steps)
         return Batch(
-            steps, np.concatenate([b.returns for b in batches]), np.concatenate([b.advantages for b in batches])
+            steps,
+            np.concatenate([b.returns for b in batches]),
+            np.concatenate([b.advantages for b in batches]),
+            np.concatenate([b.weights for b in batches]),
         )
 
 
 class Trajectory:
     """One worker's decisions whose blocks may still run.
+
+    Counted by tasks, a reward that is looked at on its own is one task's, and the decision weighs as many as it has: were
+    it their sum, small groups would be the better ones wherever rewards are below the mean. Longer returns need the sum:
+    who sends the other tasks earns the other rewards.
 
     A block unfinished at the end of a rollout is carried over with its stored log-probability into the next update, and
     dropped after that.
@@ -168,8 +181,10 @@ class Trajectory:
     def __init__(self, horizon: Horizon, by_tasks: bool) -> None:
         self._horizon = horizon
         self._by_tasks = by_tasks
+        self._sums = sums_tasks(horizon, by_tasks)
         self._steps: Steps | None = None
         self._rewards = np.zeros(0)
+        self._weights = np.zeros(0)
         self._used = np.zeros(0, bool)
 
     def add(self, rollout: Rollout, scale: RewardScale) -> Batch:
@@ -177,12 +192,15 @@ class Trajectory:
         new = len(rollout.steps)
         steps = rollout.steps if self._steps is None else rollout.steps.after(self._steps)
         rewards = np.concatenate((self._rewards, np.full(new, np.nan)))
+        weights = np.concatenate((self._weights, np.ones(new)))
         used = np.concatenate((self._used, np.zeros(new, bool)))
         place = {number: i for i, number in enumerate(steps.number.tolist())}
         for credit in rollout.credits:
             i = place.get(credit.decision)
             if i is not None:
-                rewards[i] = scale.apply(credit, self._by_tasks)
+                rewards[i] = scale.apply(credit, self._sums)
+                if self._by_tasks and not self._sums:
+                    weights[i] = credit.tasks
         values = steps.value.astype(float)
         next_values = np.append(values[1:], rollout.next_value)
         gaps = np.maximum(np.diff(np.append(steps.at, rollout.next_at)), 0.0)
@@ -191,11 +209,12 @@ class Trajectory:
         ready = np.flatnonzero(known & ~used)
         waiting = np.flatnonzero(~known[-new:])
         if steps.cut[-1] or not len(waiting):
-            self._steps, self._rewards, self._used = None, np.zeros(0), np.zeros(0, bool)
+            self._steps, self._rewards, self._weights, self._used = None, np.zeros(0), np.zeros(0), np.zeros(0, bool)
         else:
             kept = slice(len(steps) - new + int(waiting[0]), None)
-            self._steps, self._rewards, self._used = steps.rows(kept), rewards[kept], (used | known)[kept]
-        return Batch(steps.rows(ready), returns[ready], advantages[ready])
+            self._steps, self._rewards, self._weights = steps.rows(kept), rewards[kept], weights[kept]
+            self._used = (used | known)[kept]
+        return Batch(steps.rows(ready), returns[ready], advantages[ready], weights[ready])
 
 
 # ---- the update
@@ -235,8 +254,10 @@ class PPO:
         inputs, action, epsilon, allowed = tensors(batch.steps)
         old_log_prob = torch.from_numpy(batch.steps.log_prob)
         returns = torch.from_numpy(batch.returns.astype(np.float32))
-        spread = batch.advantages.std() + SMALL
-        advantage = torch.from_numpy(((batch.advantages - batch.advantages.mean()) / spread).astype(np.float32))
+        weights = batch.weights / batch.weights.mean()
+        weighted = weights * batch.advantages
+        advantage = torch.from_numpy(((weighted - weighted.mean()) / (weighted.std() + SMALL)).astype(np.float32))
+        weight = torch.from_numpy(weights.astype(np.float32))
         stats = UpdateStats(explained_variance=_explained(batch.returns, batch.steps.value))
         parts = 0
         for _ in range(settings.epochs):
@@ -245,7 +266,7 @@ class PPO:
                 log_ratio = joint_log_prob(out, action[rows], epsilon[rows], allowed[rows]) - old_log_prob[rows]
                 ratio = log_ratio.exp()
                 surrogate = clipped_surrogate(ratio, advantage[rows], settings.clip_coef)
-                value_loss = (0.5 * (returns[rows] - out.value) ** 2).mean()  # eq. 11
+                value_loss = (0.5 * weight[rows] * (returns[rows] - out.value) ** 2).mean()  # eq. 11
                 parts_of_entropy = entropies(out)
                 entropy = torch.stack(parts_of_entropy).sum(0).mean()  # eq. 12
                 loss = -surrogate + settings.value_coef * value_loss - settings.entropy_coef * entropy  # eq. 13
@@ -282,7 +303,8 @@ class PPO:
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 likelihood = joint_log_prob(out, action[rows], nothing[rows], allowed[rows]).mean()
                 value_loss = (0.5 * (returns[rows] - out.value) ** 2).mean()
-                learned = (1 - TEACHER_DOUBT) * likelihood + TEACHER_DOUBT * _evenness(out, inputs, rows)
+                doubt = settings.warm_start_doubt
+                learned = (1 - doubt) * likelihood + doubt * _evenness(out, inputs, rows)
                 stats.gradient_norm += self._step(settings.value_coef * value_loss - learned)
                 stats.policy_loss -= float(likelihood.detach())
                 stats.value_loss += float(value_loss.detach())

@@ -30,6 +30,7 @@ from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.machines import build_router
 from slim_scheduler.training.episode import Credit, Episode
+from slim_scheduler.training.imposed import ImposedDelay
 from slim_scheduler.training.scenario import Scenario, Scenarios
 
 LARGEST_SEED = 2**31
@@ -155,11 +156,20 @@ class Actor:
                 self._accuracy,
                 int(self._rng.integers(LARGEST_SEED)),
                 expected=self._training.accuracy == "expected",
+                backlog=self._scenario.backlog,
+                imposed=self._imposed(),
             )
             self._teacher = None
             self._before = self._number
             if self._episode.view is not None:
                 return
+
+    def _imposed(self) -> ImposedDelay | None:
+        if not self._training.imposed_delay:
+            return None
+        widths, segments = self._scenario.facts.shape.widths, self._scenario.facts.shape.segments
+        spread = self._accuracy.top1((widths[-1],) * segments) - self._accuracy.top1((widths[0],) * segments)
+        return ImposedDelay(self._scenario.facts, self._config.reward, spread, self._training.imposed_delay)
 
     def _end(self) -> list[Credit]:
         self._episode.end()

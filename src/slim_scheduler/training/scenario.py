@@ -10,14 +10,16 @@ from numpy.random import Generator
 from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.observation import server_capacity
+from slim_scheduler.core.types import Seconds
 from slim_scheduler.machines import load_profiles, load_shape, router_facts
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """What an episode runs, and the facts its router knows."""
+    """What an episode runs, and the facts its router knows. `backlog`: seconds of arrivals that wait at its start."""
 
     config: Config
     facts: RouterFacts
+    backlog: Seconds
 
 
 class Scenarios:
@@ -39,8 +41,10 @@ class Scenarios:
             )
             facts = self._facts(config)
             factor *= self._capacity_of(facts) / self._capacity
-        workload = msgspec.structs.replace(config.workload, rate=factor * config.workload.rate)
-        return Scenario(msgspec.structs.replace(config, workload=workload), facts)
+        kind = training.arrivals or config.workload.kind
+        workload = msgspec.structs.replace(config.workload, kind=kind, rate=factor * config.workload.rate)
+        backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
+        return Scenario(msgspec.structs.replace(config, workload=workload), facts, backlog)
 
     def _servers(self, count: int, rng: Generator) -> tuple[ServerConfig, ...]:
         """Copies of configured servers, each at a slowdown drawn evenly on a logarithmic scale."""

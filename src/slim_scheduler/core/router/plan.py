@@ -18,7 +18,7 @@ from slim_scheduler.core.telemetry import Head, View
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
 
 PLAN_EVERY: Seconds = 1.0
-LOAD_STEPS = 20  # plans between no load and the highest
+LOAD_STEPS = 50  # plans between no load and the highest
 MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 2.0  # in which what waits should be worked off beside the new arrivals
 RHO = 0.9  # how busy the plan lets a device be: a plan knows nothing of queueing
