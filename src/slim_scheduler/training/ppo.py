@@ -170,9 +170,9 @@ class Batch(NamedTuple):
 class Trajectory:
     """One worker's decisions whose blocks may still run.
 
-    Counted by tasks, a reward that is looked at on its own is one task's, and the decision weighs as many as it has: were
-    it their sum, small groups would be the better ones wherever rewards are below the mean. Longer returns need the sum:
-    who sends the other tasks earns the other rewards.
+    Counted by tasks, a reward that is looked at on its own is one task's, and the decision weighs as many as it has:
+    were it their sum, small groups would be the better ones wherever rewards are below the mean. Longer returns need
+    the sum: who sends the other tasks earns the other rewards.
 
     A block unfinished at the end of a rollout is carried over with its stored log-probability into the next update, and
     dropped after that.
