@@ -12,6 +12,8 @@ from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.profile_file import read_profile
+from slim_scheduler.runs import simulated_run
+from slim_scheduler.training.train import with_preset
 
 REFERENCE = Path("examples/reference")
 SMALL = Architecture(
@@ -96,3 +98,22 @@ def test_the_reference_configurations_are_valid():
     assert loads["wifi"] < loads["below"]
     balanced = load_config(REFERENCE / "balanced.toml", ('servers=[{name="a", device="cpu"}]',)).reward
     assert load_config(REFERENCE / "cluster.toml").reward == balanced == load_config(REFERENCE / "below.toml").reward
+
+
+@pytest.mark.parametrize(("preset", "least", "most"), [("efficiency", 0.56, 0.60), ("balanced", 0.62, 0.66)])
+def test_the_shipped_policies_run_the_cluster_as_their_weights_ask(tmp_path, preset, least, most):
+    config = load_config(REFERENCE / "cluster.toml", ("workload.duration_s=2", 'workload.end="drain"'))
+    summary = simulated_run(config, f"ppo:{REFERENCE / 'policies' / preset}", 1, tmp_path)
+    assert summary["fallbacks"] == 0
+    assert summary["items_completed"] == summary["items_arrived"]
+    assert least < summary["accuracy"] < most
+    assert summary["latency_s"]["p99"] < 0.5
+
+
+@pytest.mark.parametrize("preset", ["efficiency", "balanced"])
+def test_a_shipped_policy_says_what_it_was_trained_for(preset):
+    manifest = json.loads((REFERENCE / "policies" / preset / "manifest.json").read_text())
+    trained = with_preset(load_config(REFERENCE / "cluster.toml"), REFERENCE, preset)
+    assert manifest["reward"] == msgspec.to_builtins(trained.reward)
+    settings = json.loads(msgspec.json.encode(trained.training))
+    assert {key: manifest["training"].get(key) for key in settings} == settings
