@@ -6,7 +6,7 @@ import pytest
 from numpy.random import default_rng
 
 from slim_scheduler.core.plan import PlanProgram
-from slim_scheduler.core.router.plan import PlanFollower
+from slim_scheduler.core.router.plan import LOAD_STEPS, PlanFollower
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
 RNG = default_rng(0)
@@ -25,7 +25,7 @@ def test_what_it_sends_has_the_plans_shares(load):
     router = after_a_second_at(load)
     # The load in steps of the highest (400/3 items/s), rounded up.
     most = PlanProgram(FACTS, Table()).max_load()
-    step = -(-load * 20 // most) / 20
+    step = -(-load * LOAD_STEPS // most) / LOAD_STEPS
     plan = PlanProgram(FACTS, Table()).most_even(step * most * (1 - 1e-6))
     for segment, shares in plan.shares().items():
         kinds = {key[1][1] for key in plan.steps if key[1][0] == segment}
