@@ -175,10 +175,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delay that its work puts on the tasks behind it a decision is charged with. `accuracy`: a last segment's accuracy is
     its tuple's measured share of right answers, or each item's own outcome (the same mean, noisier). `reward_scale`:
     rewards are centred and scaled by each rollout's own mean and spread, so that an overloaded episode does not drown
-    the others, or by the run's running ones. `arrivals` replaces the workload's kind, `loads` are factors on its rate,
-    drawn per episode; half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is how
-    many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower; the
-    rate follows their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
+    the others, or by the run's running ones. `loads` are factors on the workload's rate, drawn per episode;
+    half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is how many copies of
+    configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower; the rate follows
+    their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
     among widths and groups (`warm_start_doubt`): enough exploration to improve on it.
     An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
     """
@@ -208,7 +208,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward_weight: Literal["tasks", "block"] = "tasks"
     reward_scale: Literal["rollout", "run"] = "rollout"
     accuracy: Literal["expected", "outcomes"] = "expected"
-    arrivals: Literal["poisson", "bursty", "diurnal"] | None = None
     backlog_s: float = 0.0
     loads: tuple[float, float] = (1.0, 1.0)
     servers: tuple[int, int] | None = None

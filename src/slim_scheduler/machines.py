@@ -151,9 +151,10 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
     if not rho:
         return PlanFollower(facts, accuracy)
     try:
-        return PlanFollower(facts, accuracy, float(rho), name)
+        busy = float(rho)
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
+    return PlanFollower(facts, accuracy, busy, name)
 
 
 def build_dispatcher(

@@ -79,3 +79,10 @@ def test_unknown_figures_are_left_out_and_not_zero(page: str) -> None:
 def test_names_are_escaped(runs: list[RunFolder], tmp_path: Path) -> None:
     write_report(runs[:1], tmp_path / "report.html", title="a <b> & c")
     assert "<title>a &lt;b&gt; &amp; c</title>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_width_that_ran_in_the_warm_up_only_is_drawn(runs: list[RunFolder], tmp_path: Path) -> None:
+    run = RunFolder(runs[0].path)
+    run.summary["width_share"] = {"0.75": 1.0}  # none of those that its record has
+    write_report([run], tmp_path / "report.html")
+    assert "The widths at which its tasks ran." in (tmp_path / "report.html").read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from slim_scheduler.core.types import Decision
 from slim_scheduler.training.episode import Episode
-from slim_scheduler.training.imposed import BUSIEST, MEMORY, ImposedDelay, _Queue
+from slim_scheduler.training.imposed import BUSIEST, MEMORY, ImposedDelay, WorkQueue
 from slim_scheduler.training.scenario import Scenarios
 from tests.training.clusters import small_table, training_cluster
 
@@ -14,7 +14,7 @@ SPREAD = 0.2  # of accuracy, in the table
 
 
 def test_a_queue_delays_those_who_come_while_it_is_worked_off():
-    queue = _Queue()
+    queue = WorkQueue()
     # Two tasks of 0.1 s: 0.2 s of work, and 2 / MEMORY tasks per second come meanwhile. Busy: 0.2 / MEMORY of the time.
     assert queue.take(10.0, 2, 0.1, 0.0) == pytest.approx(2 / MEMORY * 0.2 / (1 - 0.2 / MEMORY))
     # After 0.15 s, 0.05 s of it are left, and one more task of 0.1 s comes.
@@ -24,8 +24,8 @@ def test_a_queue_delays_those_who_come_while_it_is_worked_off():
 
 
 def test_those_who_are_held_back_wait_as_well_and_a_full_device_has_a_limit():
-    assert _Queue().take(0.0, 1, 1e-9, 50.0) == pytest.approx(50.0, rel=1e-3)
-    assert _Queue().take(0.0, 10, 1.0, 0.0) == pytest.approx(10 / MEMORY * 10 / (1 - BUSIEST))
+    assert WorkQueue().take(0.0, 1, 1e-9, 50.0) == pytest.approx(50.0, rel=1e-3)
+    assert WorkQueue().take(0.0, 10, 1.0, 0.0) == pytest.approx(10 / MEMORY * 10 / (1 - BUSIEST))
 
 
 def test_wider_slower_and_busier_cost_more(tmp_path):

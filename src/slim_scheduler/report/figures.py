@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from slim_scheduler.record_columns import Floats, blocks_of, items_of, numbers, texts
+from slim_scheduler.record_columns import Blocks, Floats, items_of, numbers, texts
 from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.run_folder import RunFolder
 from slim_scheduler.report.theme import CARD, INK, SOFT, drawing, series, width_color
@@ -67,20 +67,19 @@ def servers_over_time(run: RunFolder) -> Figure:
     return figure
 
 
-def widths_that_ran(run: RunFolder) -> list[float]:
-    """At any time of the run: its summary knows those after the warm-up only."""
-    return sorted({float(name.rpartition("/")[2]) for name in blocks_of(run.record).ran_names})
+def widths_that_ran(blocks: Blocks) -> list[float]:
+    """Each task's last width, one per name in `blocks.ran_names`."""
+    return [float(name.rpartition("/")[2]) for name in blocks.ran_names]
 
 
-def widths_over_time(run: RunFolder, served: Sequence[float]) -> Figure:
+def widths_over_time(run: RunFolder, blocks: Blocks, served: Sequence[float]) -> Figure:
     """Share of the tasks that ran at each of the served widths, over the time of their routing."""
     with drawing() as figure:
         axes = figure.subplots()
         _say_origin(axes, {run.router: [run]})
-        blocks = blocks_of(run.record)
         decided = blocks.decided[blocks.task_block] - run.record.info.started_at
-        last = np.array([float(name.rpartition("/")[2]) for name in blocks.ran_names], float)
-        widths = widths_that_ran(run)
+        last = np.array(widths_that_ran(blocks), float)
+        widths = sorted(set(last))
         colors = [width_color(served.index(width), len(served)) for width in widths]
         edges = np.linspace(0, max(decided.max(initial=0.0), 1e-9), TIME_BINS // 2 + 1)
         of_task = last[blocks.task_ran]

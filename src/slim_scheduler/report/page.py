@@ -11,6 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from slim_scheduler.record_columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure
@@ -176,10 +177,12 @@ def _figures(groups: Groups) -> Iterator[str]:
         drawn = figures.servers_over_time(runs[0])
         yield _figure(drawn, router, "How busy each server was, and how many tasks waited there.", "servers")
     yield '</div><h2>Widths over time</h2><div class="grid">'
-    ran = [width for runs in groups.values() for width in figures.widths_that_ran(runs[0])]
+    blocks = {router: blocks_of(runs[0].record) for router, runs in groups.items()}
+    ran = [width for some in blocks.values() for width in figures.widths_that_ran(some)]  # in the warm-up as well
     served = sorted({*map(float, _widths(groups)), *ran})
     for router, runs in groups.items():
-        yield _figure(figures.widths_over_time(runs[0], served), router, "The widths at which its tasks ran.", "widths")
+        drawn = figures.widths_over_time(runs[0], blocks[router], served)
+        yield _figure(drawn, router, "The widths at which its tasks ran.", "widths")
     yield "</div>"
 
 

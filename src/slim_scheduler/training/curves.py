@@ -33,6 +33,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     latency: float
     energy: float
     variance: float
+    imposed: float
     memory: float
     width_share: tuple[float, ...]
     server_share: tuple[float, ...]
@@ -43,7 +44,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     def figures(self) -> dict[str, float]:
         """All numbers by name, as the curves have them."""
         flat = {
-            f"reward/{name}": getattr(self, name) for name in ("reward", "accuracy", "latency", "energy", "variance")
+            f"reward/{name}": getattr(self, name)
+            for name in ("reward", "accuracy", "latency", "energy", "variance", "imposed")
         }
         flat |= {f"ppo/{name}": value for name, value in msgspec.structs.asdict(self.stats).items()}
         flat |= {f"width_share/{i}": share for i, share in enumerate(self.width_share)}
@@ -58,8 +60,8 @@ def describe(
     """The report of an update from what the workers brought."""
     credits = [credit for rollout in rollouts for credit in rollout.credits]
     weights = np.array([credit.tasks for credit in credits], float)
-    table = np.array([credit[2:7] for credit in credits], float).reshape(len(credits), 5)
-    means = np.average(table, axis=0, weights=weights) if weights.sum() else np.full(5, np.nan)
+    table = np.array([credit[2:] for credit in credits], float).reshape(len(credits), 6)
+    means = np.average(table, axis=0, weights=weights) if weights.sum() else np.full(6, np.nan)
     action = np.concatenate([rollout.steps.action for rollout in rollouts])
     servers = rollouts[0].steps.present.shape[1]
     return UpdateReport(
@@ -68,6 +70,7 @@ def describe(
         latency=float(means[2]),
         energy=float(means[3]),
         variance=float(means[4]),
+        imposed=float(means[5]),
         memory=max(rollout.memory for rollout in rollouts),
         server_share=_shares(action[:, 0], servers),
         width_share=_shares(action[:, 1], widths),

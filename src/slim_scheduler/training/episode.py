@@ -33,6 +33,11 @@ class Credit(NamedTuple):
     variance: float
     imposed: float = 0.0
 
+    @property
+    def net(self) -> float:
+        """What training credits."""
+        return self.reward - self.imposed
+
 
 class Episode:
     """`view` is what the next decision is about, None when the run is over. Decisions are numbered from 1.

@@ -34,8 +34,8 @@ class ImposedDelay:
     def __init__(self, facts: RouterFacts, weights: RewardWeights, spread: float, share: float = 1.0) -> None:
         shape = facts.shape
         self._facts = facts
-        self._devices = {name: _Queue() for name in facts.servers}
-        self._medium = _Queue() if facts.shared_link else None
+        self._devices = {name: WorkQueue() for name in facts.servers}
+        self._medium = WorkQueue() if facts.shared_link else None
         self._bytes_per_s = min(server.bytes_per_s for server in facts.servers.values())
         self._work: dict[tuple[ServerName, int, Width | None, Width], Seconds] = {
             (name, segment, previous, width): seconds_per_item(server, segment, previous, width)
@@ -76,7 +76,7 @@ class ImposedDelay:
         return shape.activation(head.segment - 1, head.previous_width) if head.home != server else 0
 
 
-class _Queue:
+class WorkQueue:
     """A device or a medium as a queue of work."""
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class RewardScale(msgspec.Struct):
             return
         weights = [credit.tasks if by_tasks else 1 for credit in credits]
         keep = SCALE_MEMORY if self.updates else 0.0
-        mean = float(np.average([credit.reward - credit.imposed for credit in credits], weights=weights))
+        mean = float(np.average([credit.net for credit in credits], weights=weights))
         self.mean = keep * self.mean + (1 - keep) * mean
         sums = sums_tasks(horizon, by_tasks)
         returns = np.concatenate([self._returns(rollout, sums, horizon) for rollout in rollouts])
@@ -129,7 +129,7 @@ class RewardScale(msgspec.Struct):
         for credit in rollout.credits:
             i = credit.decision - int(steps.number[0])
             if 0 <= i < len(steps):
-                earned[i] = (credit.tasks if sums else 1) * (credit.reward - credit.imposed - self.mean)
+                earned[i] = (credit.tasks if sums else 1) * (credit.net - self.mean)
         if horizon.kind != "one-step":
             ahead = 0.0
             discount = (
@@ -142,7 +142,7 @@ class RewardScale(msgspec.Struct):
 
     def apply(self, credit: Credit, sums: bool) -> float:
         tasks = credit.tasks if sums else 1
-        normal = tasks * (credit.reward - credit.imposed - self.mean) / self.spread
+        normal = tasks * (credit.net - self.mean) / self.spread
         return max(-LARGEST_REWARD, min(LARGEST_REWARD, normal))
 
 

@@ -41,8 +41,7 @@ class Scenarios:
             )
             facts = self._facts(config)
             factor *= self._capacity_of(facts) / self._capacity
-        kind = training.arrivals or config.workload.kind
-        workload = msgspec.structs.replace(config.workload, kind=kind, rate=factor * config.workload.rate)
+        workload = msgspec.structs.replace(config.workload, rate=factor * config.workload.rate)
         backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
         return Scenario(msgspec.structs.replace(config, workload=workload), facts, backlog)
 
