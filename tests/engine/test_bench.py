@@ -40,7 +40,8 @@ def test_every_arrival_is_answered_and_judged_by_its_true_label(model_dir):
     assert 0 < summary["accuracy"] < 0.5, "random weights guess"
     assert summary["latency_s"]["mean"] > 0
     assert summary["generator_lag_s"]["p99"] is not None
-    assert summary["decision_us"]["p99"] >= summary["decision_us"]["mean"] > 0
+    assert summary["decision_us"]["mean"] > 0
+    assert summary["decision_us"]["p99"] > 0  # below the mean where the machine stopped in one decision
     assert "CPU" in run.info.machine
 
 
