@@ -11,7 +11,8 @@ What makes the comparison well-posed, and why:
   wide ones, so that a batch of one item takes milliseconds: what the host adds to it, some tenths, is not simulated.
 - A machine's speed drifts, by 10 % within half a minute on a shared host, and queues multiply that. So live runs are
   short and many, and each is simulated with the profile that was measured right before and right after it.
-- A live run whose generator lagged (p99 above 5 ms) is invalid and is run again, at most `TRIES` times.
+- A live run whose generator lagged (p99 above 5 ms), or whose two profiles differ by more than 5 % (the machine was not
+  the same throughout), is invalid and is run again, at most `TRIES` times.
 Nothing of a live run enters its simulation but its arrivals.
 """
 
@@ -61,7 +62,8 @@ FLOOD_RATE = 2000.0
 FLOOD_WAITING = 128  # a bounded queue: in a growing one items would only ever begin
 IMAGES = 200
 LAG_LIMIT_S = 0.005
-TRIES = 3
+DRIFT_LIMIT = 0.05
+TRIES = 4
 TOLERANCE = {0.3: 0.15, 0.6: 0.15, 0.85: 0.25}
 THROUGHPUT_TOLERANCE = 0.10
 
@@ -130,9 +132,10 @@ class _Comparison:
             run = bench(config, ROUTER, seed)
             live = summarize(run.recorder.record(run.info), config)
             before, self._before = self._before, self._measure()
-            if live["generator_lag_s"]["p99"] <= LAG_LIMIT_S:
+            lag, drift = live["generator_lag_s"]["p99"], _drift(before, self._before)
+            if lag <= LAG_LIMIT_S and abs(drift) <= DRIFT_LIMIT:
                 break
-            _say(f"{what}, seed {seed}: invalid, generator lag p99 {1e3 * live['generator_lag_s']['p99']:.1f} ms")
+            _say(f"{what}, seed {seed}: invalid, generator lag p99 {1e3 * lag:.1f} ms, machine slower by {drift:.1%}")
         self._write({point: before[point] + self._before[point] for point in before})
         pair = Pair(live, _simulated(config, seed, run.arrivals))
         _say(f"{what}, seed {seed}: live {_brief(live)}; simulated {_brief(pair.simulated)}")
@@ -178,6 +181,11 @@ def _loaded(config: Config, rate: float, end: str) -> Config:
     workload = msgspec.structs.replace(config.workload, rate=rate, end=end)
     dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=FLOOD_WAITING if end == "cut" else 100_000)
     return msgspec.structs.replace(config, workload=workload, dispatch=dispatch)
+
+
+def _drift(before: Times, after: Times) -> float:
+    """By how much batches took longer afterwards: the geometric mean over the points, of medians."""
+    return float(np.exp(np.mean([np.log(np.median(after[point]) / np.median(before[point])) for point in before]))) - 1
 
 
 def _simulated(config: Config, seed: int, arrivals: Arrivals) -> dict[str, Any]:
