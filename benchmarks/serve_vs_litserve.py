@@ -1,6 +1,7 @@
 """Serving against LitServe: the same network, kernels, threads and load generator, in one run.
 
-Both servers run all the time and take turns under load, so that what else the machine does falls on both. Closed loop
+Both servers take turns under load, so that what else the machine does falls on both; the one whose turn it is not is
+stopped (SIGSTOP), because an idle LitServe still takes a seventh of a core. Closed loop
 with 32 connections gives requests per second (medians over the rounds); open loop at 80 % of LitServe's peak gives
 the p99. The smallest network shows overhead, the CIFAR-100 network at width 1 shows compute. Last, our server at
 twice its peak.
@@ -22,9 +23,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ name = "a"
 device = "cpu"
 max_batch = {batch}
 threads = 1
+[dispatch]
+reentry = "oldest-item"
 [router]
 name = "jsq:{width}"
 """
@@ -73,10 +76,13 @@ def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, di
     images = payloads(list(shape.item_shape), 1, "FP32", np.random.default_rng(0))
     rows: dict[str, dict[str, Any]] = {}
     with _ours(model, width, folder, MAX_BATCH[name]) as ours, _litserve(model, width, MAX_BATCH[name]) as theirs:
-        our_requests, their_requests = _our_requests(ours, shape.name, images), _their_requests(theirs, images)
+        our_requests, their_requests = (
+            _our_requests(ours.port, shape.name, images),
+            _their_requests(theirs.port, images),
+        )
         pairs = []
         for _ in range(ROUNDS):
-            pairs.append((_closed(ours, our_requests), _closed(theirs, their_requests)))
+            pairs.append((_turn(ours, _closed, our_requests), _turn(theirs, _closed, their_requests)))
             a, b = pairs[-1]
             _say(f"{name}: {a.throughput_items_s:.0f} against {b.throughput_items_s:.0f} requests/s")
         our_peak = statistics.median(a.throughput_items_s for a, _ in pairs)
@@ -86,7 +92,7 @@ def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, di
             statistics.median(ratios), our_peak, their_peak, "requests/s, closed loop, 32 connections", TARGETS[name]
         ) | {"rounds": [round(ratio, 3) for ratio in ratios]}
         rate = SHARE_OF_PEAK * their_peak
-        tails = [(_open(ours, our_requests, rate), _open(theirs, their_requests, rate)) for _ in range(3)]
+        tails = [(_turn(ours, _open, our_requests, rate), _turn(theirs, _open, their_requests, rate)) for _ in range(3)]
         our_p99 = statistics.median(a.latency_s["p99"] for a, _ in tails) * 1e3
         their_p99 = statistics.median(b.latency_s["p99"] for _, b in tails) * 1e3
         rows[f"serve_p99_{name}"] = _row(
@@ -103,10 +109,10 @@ def _overload(
     """Goodput at twice the peak, under a deadline that the peak keeps; how long a refusal takes."""
     deadline_ms = max(100.0, 8e3 * CONNECTIONS / peak)
     shape = checkpoint.load_manifest(model).shape
-    with _ours(model, width, folder, MAX_BATCH[name]) as port:
-        requests = _our_requests(port, shape.name, images, Constraints(deadline_ms=deadline_ms))
-        at_peak = _closed(port, requests, deadline_ms)
-        beyond = _open(port, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
+    with _ours(model, width, folder, MAX_BATCH[name]) as server:
+        requests = _our_requests(server.port, shape.name, images, Constraints(deadline_ms=deadline_ms))
+        at_peak = _turn(server, _closed, requests, deadline_ms)
+        beyond = _turn(server, _open, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
     good = beyond.goodput_items_s / at_peak.goodput_items_s
     unit = f"items/s answered within {deadline_ms:.0f} ms, at twice the peak against at the peak"
     row = _row(good, beyond.goodput_items_s, at_peak.goodput_items_s, unit, 0.8)
@@ -172,8 +178,24 @@ def _their_requests(port: int, images: list[Any]) -> list[bytes]:
 # ---- servers
 
 
+class Server(NamedTuple):
+    """A running server; `group` is its process group."""
+
+    port: int
+    group: int
+
+
+def _turn(server: Server, load: Callable[..., LoadResult], *arguments: Any) -> LoadResult:
+    """A load on a server that runs only for it."""
+    os.killpg(server.group, signal.SIGCONT)
+    try:
+        return load(server.port, *arguments)
+    finally:
+        os.killpg(server.group, signal.SIGSTOP)
+
+
 @contextlib.contextmanager
-def _ours(model: Path, width: float, folder: Path, batch: int) -> Iterator[int]:
+def _ours(model: Path, width: float, folder: Path, batch: int) -> Iterator[Server]:
     file = folder / "cluster.toml"
     file.write_text(CONFIG.format(model=model, width=width, batch=batch))
     command = [sys.executable, "-m", "slim_scheduler", "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
@@ -181,14 +203,14 @@ def _ours(model: Path, width: float, folder: Path, batch: int) -> Iterator[int]:
         line = process.stdout.readline()
         found = re.search(r":(\d+)", line)
         assert found, line
-        yield int(found[1])
+        yield Server(int(found[1]), process.pid)
 
 
 @contextlib.contextmanager
-def _litserve(model: Path, width: float, batch: int) -> Iterator[int]:
+def _litserve(model: Path, width: float, batch: int) -> Iterator[Server]:
     port = 18300
     command = [sys.executable, "-m", "benchmarks._litserve_server", str(model), str(port), str(width), str(batch)]
-    with _process(command, stdout=subprocess.DEVNULL):
+    with _process(command, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 120
         while True:
             with contextlib.suppress(urllib.error.URLError, OSError):
@@ -196,7 +218,7 @@ def _litserve(model: Path, width: float, batch: int) -> Iterator[int]:
                 break
             assert time.monotonic() < until, "LitServe did not start"
             time.sleep(0.2)
-        yield port
+        yield Server(port, process.pid)
 
 
 @contextlib.contextmanager
@@ -206,6 +228,7 @@ def _process(command: list[str], **options: Any) -> Iterator[Any]:
     try:
         yield process
     finally:
+        os.killpg(process.pid, signal.SIGCONT)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)

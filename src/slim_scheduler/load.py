@@ -214,13 +214,21 @@ class HttpSender:
     async def send(self, number: int) -> Status:
         async with self._room:
             try:
-                connection = self._free.pop() if self._free else await HttpConnection.open(self._host, self._port)
+                connection = self._kept() or await HttpConnection.open(self._host, self._port)
                 status, _, _ = await connection.send(self._requests[number % len(self._requests)])
             except (OSError, ConnectionLostError):
                 return "lost"
             if connection.open_for_more:
                 self._free.append(connection)
             return status
+
+    def _kept(self) -> HttpConnection | None:
+        """A connection that the server has not closed while nothing was sent on it."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.open_for_more:
+                return connection
+        return None
 
     async def close(self) -> None:
         for connection in self._free:

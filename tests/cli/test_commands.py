@@ -5,6 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -125,10 +128,25 @@ def test_every_command_explains_itself_with_examples(slim: Slim) -> None:
         assert f"slim {command}" in out.partition("Examples:")[2]
 
 
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def interrupted(number: signal.Signals, *arguments: str | Path, after: str = " 0 %") -> tuple[int, str]:
-    """Starts `slim`, sends it a signal once its progress says `after`, and waits for its end."""
+    """Starts `slim` as a shell script does in the background, with SIGINT ignored; sends it a signal once its progress
+    says `after`, and waits for its end."""
     command = [sys.executable, "-m", "slim_scheduler", *map(str, arguments)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process,
+        killed_after(100.0, process),
+    ):
         assert process.stderr is not None
         said = ""
         while after not in said:

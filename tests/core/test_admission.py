@@ -16,7 +16,7 @@ def answered_for(admission: Admission, seconds: float, waiting: int) -> float:
     now = 0.0
     for i in range(round(seconds / PERIOD)):
         now = (i + 1) * PERIOD
-        assert admission.refuse(request(None), waiting, waiting + 1, now) is None
+        assert admission.refuse(request(None), waiting, waiting, waiting + 1, now) is None
         admission.worked(SHAPE.segments, now)
     return now
 
@@ -24,8 +24,8 @@ def answered_for(admission: Admission, seconds: float, waiting: int) -> float:
 def test_what_would_be_late_is_refused_with_the_time_it_would_take():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=5)
-    assert admission.refuse(request(now + 0.5), 5, 10, now) is None  # 10 items take 0.1 s
-    refusal = admission.refuse(request(now + 0.5), 5, 100, now)  # 100 take 1 s
+    assert admission.refuse(request(now + 0.5), 5, 5, 10, now) is None  # 10 items take 0.1 s
+    refusal = admission.refuse(request(now + 0.5), 5, 5, 100, now)  # 100 take 1 s
     assert refusal is not None
     reason, retry_after = refusal
     assert "1000 ms of work wait" in reason
@@ -36,16 +36,32 @@ def test_what_would_be_late_is_refused_with_the_time_it_would_take():
 def test_work_without_a_deadline_is_taken_however_much_waits():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=5)
-    assert admission.refuse(request(None), 900, 999, now) is None
+    assert admission.refuse(request(None), 900, 900, 999, now) is None
 
 
 def test_the_rate_of_quiet_times_says_nothing_about_capacity():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=0)
-    assert admission.refuse(request(now + 0.01), 50, 900, now) is None
+    assert admission.refuse(request(now + 0.01), 50, 50, 900, now) is None
+
+
+def test_servers_can_do_at_least_what_they_do():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=5)
+    for _ in range(200):  # ten times as much, without a queue
+        now += PERIOD / 10
+        assert admission.refuse(request(None), 0, 0, 1, now) is None
+        admission.worked(SHAPE.segments, now)
+    assert admission.refuse(request(now + 0.5), 5, 5, 100, now) is None  # 100 items take 0.1 s, not 1 s
+
+
+def test_what_came_since_the_last_decision_is_not_held_up():
+    admission = Admission(SHAPE, 1000, None)
+    now = answered_for(admission, 1.0, waiting=5)
+    assert admission.refuse(request(now + 0.01), 50, 0, 900, now) is None
 
 
 def test_nothing_is_refused_while_nothing_waits():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=5)
-    assert admission.refuse(request(now + 0.01), 0, 900, now) is None
+    assert admission.refuse(request(now + 0.01), 0, 0, 900, now) is None

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from slim_scheduler.core.errors import InputError
@@ -64,6 +65,18 @@ def test_a_batch_is_the_first_of_the_heads_key_across_blocks():
     scheduler.handle(BlockArrived(block(4, (task(5), task(6), task(7)), 0.5)), 1.0)
     assert ran(scheduler.handle(BatchDone(3), 1.1)) == [2, 3, 5, 6]
     assert ran(scheduler.handle(BatchDone(4), 1.2)) == [4]
+
+
+def test_tasks_with_their_items_arrival_keep_its_place():
+    scheduler = server()
+    loaded(scheduler, 0, 0.5)
+    loaded(scheduler, 1, 0.5)
+    scheduler.handle(BlockArrived(block(1, (task(1),), 0.5)), 1.0)
+    new, old = (msgspec.structs.replace(task(2), arrival=0.9), msgspec.structs.replace(task(3, 1, 0.5), arrival=0.4))
+    scheduler.handle(BlockArrived(block(2, (new,), 0.5)), 1.0)
+    scheduler.handle(BlockArrived(block(3, (old,), 0.5)), 1.1)
+    assert ran(scheduler.handle(BatchDone(3), 1.2)) == [3], "its item came first, though its block came last"
+    assert ran(scheduler.handle(BatchDone(4), 1.3)) == [2]
 
 
 def test_best_fit_is_the_narrowest_free_instance_that_is_wide_enough():

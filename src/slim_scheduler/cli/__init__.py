@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad input or configuration (one line on stderr), 130 interrupted (what was done is written).
 """
 
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -38,6 +39,8 @@ def main() -> None:
     """Entry point of `slim`: runs a command and turns errors of the user's making into one line."""
     from slim_scheduler.core.errors import InputError
 
+    # A shell's script starts a background command with SIGINT ignored; who sends it one means it to stop all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -27,7 +27,8 @@ class Capacity:
     """How many items per second the servers can do: what they did while work waited.
 
     Counts finished tasks, also of items that expired meanwhile: in a collapse nothing else would be seen. Only windows
-    in which every arrival found work waiting count: otherwise the rate is that of the arrivals.
+    in which every arrival found work held up tell the rate; of the others it is that of the arrivals, and the servers
+    can do at least that much.
     """
 
     def __init__(self, segments: int) -> None:
@@ -37,8 +38,8 @@ class Capacity:
         self._always_waiting = False
         self._rate: float | None = None
 
-    def arrived(self, waiting: int) -> None:
-        if not waiting:
+    def arrived(self, held_up: int) -> None:
+        if not held_up:
             self._always_waiting = False
 
     def worked(self, tasks: int, now: Seconds) -> None:
@@ -46,9 +47,11 @@ class Capacity:
         elapsed = now - self._start
         if elapsed < WINDOW or (self._tasks < LEAST_TASKS and elapsed < LONGEST_WINDOW):
             return
+        rate = self._tasks / self._segments / elapsed
         if self._always_waiting:
-            rate = self._tasks / self._segments / elapsed
             self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
+        elif self._rate is not None:
+            self._rate = max(self._rate, rate)
         self._start, self._tasks, self._always_waiting = now, 0, True
 
     def wait(self, in_flight: int) -> Seconds | None:
@@ -69,10 +72,13 @@ class Admission:
         self._rate = 0.0  # items per second over the last full second
         self._capacity = Capacity(shape.segments)
 
-    def refuse(self, request: Request, waiting: int, in_flight: int, now: Seconds) -> tuple[str, Seconds | None] | None:
+    def refuse(
+        self, request: Request, waiting: int, held_up: int, in_flight: int, now: Seconds
+    ) -> tuple[str, Seconds | None] | None:
         """Why a request cannot be taken, and when to try again if that would help. None: take it.
 
-        `waiting` counts tasks in the global FIFO, `in_flight` all items that were taken and have not ended.
+        `waiting` counts tasks in the global FIFO, `held_up` those that no server had credit for, `in_flight` all items
+        that were taken and have not ended.
         """
         if request.constraints is not None:
             wrong = self._unmet(request.constraints)
@@ -82,8 +88,8 @@ class Admission:
             reason = f"{waiting} items wait and {len(request.items)} more came; the limit is {self._max_waiting}"
             least, most = RETRY_AFTER_RANGE
             return reason, max(least, min(most, waiting / self._rate if self._rate else most))
-        self._capacity.arrived(waiting)
-        if request.deadline is not None and waiting:
+        self._capacity.arrived(held_up)
+        if request.deadline is not None and held_up:
             return self._too_late(request.deadline - now, in_flight)
         return None
 

@@ -71,7 +71,12 @@ class Dispatcher:
         self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
         self._admission = Admission(shape, limits.max_waiting_items, accuracy)
         self._fifo = GlobalFifo(
-            shape, self._ledger.items, limits.max_activation_bytes, limits.home_matters, limits.priority_aging
+            shape,
+            self._ledger.items,
+            limits.max_activation_bytes,
+            limits.home_matters,
+            limits.priority_aging,
+            limits.reentry_back,
         )
         self._commands: list[DispatcherCommand] = []
         tell = self._commands.append
@@ -79,6 +84,7 @@ class Dispatcher:
         self._members = Membership(limits, self._fleet, self._retries, tell, self._look_again)
         self._deadlines: list[tuple[Seconds, RequestId]] = []
         self._held: tuple[Key, Decision, str] | None = None
+        self._fresh = 0  # items that came after the last decision: they do not wait for a server
         self._key_due: Key
         self._wake_at = float("inf")
         self._last_block = 0
@@ -136,6 +142,7 @@ class Dispatcher:
     def pending(self, now: Seconds) -> View | None:
         """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
         fifo, fleet = self._fifo, self._fleet
+        self._fresh = 0
         while len(fifo) and fleet.any_available():
             key = fifo.head()
             if key is None:
@@ -179,7 +186,8 @@ class Dispatcher:
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
-        refusal = self._admission.refuse(request, len(self._fifo), len(self._ledger.items), now)
+        waiting = len(self._fifo)
+        refusal = self._admission.refuse(request, waiting, waiting - self._fresh, len(self._ledger.items), now)
         if refusal is not None:
             self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
             return
@@ -187,7 +195,8 @@ class Dispatcher:
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.request_id))
         for flight in self._ledger.admit(request):
-            self._fifo.enter(flight, 0, now, now)
+            self._fifo.enter(flight, 0, now)
+        self._fresh += len(request.items)
 
     # ---- routing
 
@@ -226,9 +235,9 @@ class Dispatcher:
     # ---- results
 
     def _collect(self, event: BatchReported, now: Seconds) -> None:
+        seconds = event.finished - event.started
         self._admission.worked(len(event.tasks), now)
         share = None if event.energy_j is None else event.energy_j / len(event.tasks)
-        seconds = event.finished - event.started
         width, server = (event.width,), (event.server,)
         items = self._ledger.items
         settled = self._fleet.settle_all(event.tasks)
@@ -248,7 +257,7 @@ class Dispatcher:
             sent.ran.append((task.item, flight.widths))
             ran.append(flight)
         if ran and event.segment < self._shape.segments - 1:
-            self._fifo.go_on(ran, event.segment, event.width, now, self._limits.reentry_back)
+            self._fifo.go_on(ran, event.segment, event.width, now)
         else:
             for flight in ran:
                 self._admission.completed(now)

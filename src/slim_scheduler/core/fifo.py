@@ -26,6 +26,7 @@ class GlobalFifo:
         max_activation_bytes: Bytes,
         home_matters: bool,
         priority_aging: Seconds,
+        reentry_back: bool,
     ) -> None:
         self._items = items
         self._queue: KeyedQueue[Key] = KeyedQueue()
@@ -36,16 +37,18 @@ class GlobalFifo:
         self._max_activation_bytes = max_activation_bytes
         self._home_matters = home_matters
         self._priority_aging = priority_aging
+        self._reentry_back = reentry_back
         self._last_task = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def enter(self, flight: ItemFlight, segment: int, entered: Seconds, rank: Seconds) -> None:
-        """Makes the item's next task and lets it wait. `rank` is its place before priorities."""
+    def enter(self, flight: ItemFlight, segment: int, entered: Seconds) -> None:
+        """Makes the item's next task and lets it wait: at the back, or at its item's place."""
         request = flight.request.request
         self._last_task += 1
         previous_width = flight.widths[-1] if flight.widths else None
+        arrival = None if self._reentry_back else request.arrival
         task = Task(
             self._last_task,
             flight.item,
@@ -55,15 +58,17 @@ class GlobalFifo:
             entered,
             request.deadline,
             request.priority,
+            arrival,
         )
         flight.task = task
         flight.waiting = True
+        rank = entered if arrival is None else arrival
         if request.priority:
             rank += self._priority_aging * request.priority
         self._queue.push(self._key(flight, task), rank, task)
         self.per_segment[segment] += 1
 
-    def go_on(self, flights: Sequence[ItemFlight], done: int, width: Width, now: Seconds, to_the_back: bool) -> None:
+    def go_on(self, flights: Sequence[ItemFlight], done: int, width: Width, now: Seconds) -> None:
         """Items whose segment `done` ran together at `width` leave its output behind and wait for the next segment.
 
         It is `enter` for each; those alike are queued at once.
@@ -75,7 +80,7 @@ class GlobalFifo:
         for flight in flights:
             self._hold(flight, held)
             request = flight.request.request
-            if to_the_back and request.constraints is None and not request.priority:
+            if self._reentry_back and request.constraints is None and not request.priority:
                 self._last_task += 1
                 task = Task(self._last_task, flight.item, segment, width, home, now, request.deadline, 0)
                 flight.task = task
@@ -84,7 +89,7 @@ class GlobalFifo:
             else:
                 self._wait_together(key, now, alike)
                 alike = []
-                self.enter(flight, segment, now, now if to_the_back else request.arrival)
+                self.enter(flight, segment, now)
         self._wait_together(key, now, alike)
 
     def _wait_together(self, key: Key, rank: Seconds, tasks: Sequence[Task]) -> None:

@@ -97,6 +97,6 @@ class Retries:
         if task.segment == 0 or activation_lost or home is None or not home.up:
             flight.restart()
             self._fifo.let_go(flight)
-            self._fifo.enter(flight, 0, task.entered, task.entered)
+            self._fifo.enter(flight, 0, task.entered)
         else:
-            self._fifo.enter(flight, task.segment, task.entered, task.entered)
+            self._fifo.enter(flight, task.segment, task.entered)

@@ -64,7 +64,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     """One segment of one item, ready to run.
 
     `task_id` is new for every attempt, so an answer to an attempt that was given up is recognised and dropped.
-    `home` is the server that holds the activation (None: the input, at the dispatcher).
+    `home` is the server that holds the activation (None: the input, at the dispatcher). `arrival`, where given, is its
+    item's, and its place in every queue.
     """
 
     task_id: TaskId
@@ -75,6 +76,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     entered: Seconds
     deadline: Seconds | None
     priority: int
+    arrival: Seconds | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

@@ -44,7 +44,7 @@ class BatchJob:
         return isinstance(self.error, OutOfMemoryError)
 
 
-BRIEF: Seconds = 0.0005  # two wake-ups of a thread and two waits for the interpreter cost a third of this or more
+BRIEF: Seconds = 0.001  # a thread is heard in the loop's next turn, and a turn of a busy loop is longer than this
 TURN: Seconds = 0.002  # the longest that batches keep the loop from everything else
 
 

@@ -2,7 +2,8 @@
 
 Owns the order of events and the items' tensors. Every decision is the machines'; `SlimEngine` is its only user. A
 batch starts the moment a scheduler asks for it, before any other event is looked at. Requests that come in one turn of
-the event loop are absorbed before the dispatcher decides about the first of them: fewer and larger blocks.
+the event loop, and while these are taken, are absorbed before the dispatcher decides about the first of them: fewer and
+larger blocks.
 """
 
 import asyncio
@@ -101,10 +102,10 @@ class Host:
         self._deliver()
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
-        """A request came: taken or refused at once, and decided about with the others of this turn of the loop."""
+        """A request came: taken or refused at once, and decided about with others that come at the same time."""
         if not self._undecided:
             self._undecided = True
-            asyncio.get_running_loop().call_soon(self._end_turn)
+            asyncio.get_running_loop().call_soon(self._go_round)
         self._arrived[request.request_id] = request, items
         self._step_dispatcher(RequestArrived(request, more=True))
 
@@ -121,6 +122,10 @@ class Host:
     def _fire(self, machine: str) -> None:
         self._events.append((None if machine == DISPATCHER else machine, TimerFired()))  # type: ignore[arg-type]
         self._deliver()
+
+    def _go_round(self) -> None:
+        """The loop looks for more once: clients answered together send again one after the other."""
+        asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
         if self._undecided:

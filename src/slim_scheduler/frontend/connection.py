@@ -8,6 +8,7 @@ all connections runs once a second, so none of it costs a timer per request.
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -128,10 +129,11 @@ class Connection(HttpToolsProtocol):
         self._since = self._idle_since = None
         self._unset_keepalive_if_required()
         self._known_in_hand = True
-        serving = self.app.take_known(self, head, memoryview(data)[begin:])
-        if serving is None:
-            return
-        task = self.loop.create_task(serving)
+        self.app.take_known(self, head, memoryview(data)[begin:])
+
+    def serve(self, inference: Coroutine[Any, Any, None]) -> None:
+        """Runs what answers the known request in hand."""
+        task = self.loop.create_task(inference)
         self.inference = task
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -9,7 +9,8 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,9 +19,9 @@ from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
 from slim_scheduler.frontend.decode import Buffer, decode_infer
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
+from slim_scheduler.frontend.intake import SHARE, Intake
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
-from slim_scheduler.frontend.pace import Pace
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
 
@@ -41,6 +42,8 @@ JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
+LEAST_WAIT = 0.001  # seconds: below it nobody is late, and nothing is looked up
+LEAST_RETRY_AFTER = 0.1
 # Requests that need more than a body and an answer, or whose head is another one every time.
 NOT_LEARNT = frozenset((b"content-encoding", b"expect", b"traceparent", b"upgrade"))
 DEFECT = Refusal(Kind.INTERNAL, "a defect of the server; its log says more")
@@ -56,7 +59,7 @@ class HttpFront:
         self._limits = limits
         self._routes = routes
         self._held = Held(limits.held_bytes)
-        self._pace = Pace()
+        self._intake = Intake(self._serve_known, lambda: service.in_flight)
         self.responses: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +98,6 @@ class HttpFront:
         if connection is not None:
             connection.inference = asyncio.current_task()
         held = 0
-        self._pace.came()
         try:
             self._service.repository.find(name, version)
             declared = _length(headers, b"content-length")
@@ -114,7 +116,6 @@ class HttpFront:
             raise
         finally:
             self._held.give(held)
-            self._pace.went()
             if connection is not None:
                 connection.inference = None
         if connection is not None and declared is not None and not NOT_LEARNT.intersection(headers):
@@ -134,27 +135,28 @@ class HttpFront:
             reply = _compress(reply, head.headers, fields)
         return fields, reply
 
-    def take_known(
-        self, connection: "Connection", head: InferHead, body: memoryview
-    ) -> Coroutine[Any, Any, None] | None:
-        """A request whose head was served before, whole: what must run to answer it. None: it was refused at once."""
-        refusal = self._hopeless(head, body)
-        if refusal is None:
-            self._pace.came()
-            return self._infer_known(connection, head, body)
-        status, fields, reply = _refused(refusal)
-        connection.answer_known(status, self._finish(status, fields, reply, head.headers), reply)
-        return None
+    def take_known(self, connection: "Connection", head: InferHead, body: memoryview) -> None:
+        """A request whose head was served before, whole: refused at once, or it waits for its turn."""
+        wait = self._intake.wait()
+        if wait > LEAST_WAIT:
+            deadline = self._deadline(head, body)
+            if deadline is not None and wait > SHARE * deadline:
+                status, fields, reply = _too_late(round(wait, 2), deadline)
+                connection.answer_known(status, self._finish(status, fields.copy(), reply, head.headers), reply)
+                return
+        self._intake.put((connection, head, body))
 
-    def _hopeless(self, head: InferHead, body: memoryview) -> Refusal | None:
-        """Beyond the peak of this process most of a request's cost must not be spent on what will be late anyway."""
+    def _serve_known(self, connection: "Connection", head: InferHead, body: memoryview) -> None:
+        if not connection.gone:
+            connection.serve(self._infer_known(connection, head, body))
+
+    def _deadline(self, head: InferHead, body: memoryview) -> float | None:
+        """The deadline in seconds of a request that asks for the usual priority."""
         served = self._service.repository.served.get(head.name)
         if served is None or not head.json_length:
             return None
         template = served.templates.find(bytes(body[: head.json_length]))
-        if template is None or template.asked.deadline is None or template.asked.priority:
-            return None
-        return self._pace.too_late(template.asked.deadline)
+        return None if template is None or template.asked.priority else template.asked.deadline
 
     async def _infer_known(self, connection: "Connection", head: InferHead, body: Buffer) -> None:
         """The same as `_infer`, without parser and guard."""
@@ -175,7 +177,6 @@ class HttpFront:
             status, fields, reply = _refused(DEFECT)
         finally:
             self._held.give(held)
-            self._pace.went()
         connection.answer_known(status, self._finish(status, fields, reply, head.headers), reply)
 
     async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
@@ -199,6 +200,13 @@ class HttpFront:
         if b"traceparent" in headers and (trace := _traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
         return fields
+
+
+@lru_cache(1024)
+def _too_late(wait: float, deadline: float) -> tuple[int, HeaderList, bytes]:
+    """Beyond the peak, making a refusal is a part of the work: many are alike."""
+    message = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
+    return _refused(Refusal(Kind.UNAVAILABLE, message, max(LEAST_RETRY_AFTER, wait)))
 
 
 def _refused(refusal: Refusal) -> tuple[int, HeaderList, bytes]:

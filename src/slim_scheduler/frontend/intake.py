@@ -1,0 +1,68 @@
+"""Requests that were read and wait for this process, a few at a time between two looks at the sockets.
+
+The dispatcher refuses what its servers cannot do by the deadline. Where requests are so small that taking them is the
+work, the event loop is never idle and they wait here, where it shows for how long. Who comes while others have waited
+for a good part of its deadline is refused at once, for a fraction of what an answer costs. Nothing is estimated: a rate
+of answers would fall by what refusals cost, and cause more of them.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slim_scheduler.core.types import Seconds
+from slim_scheduler.frontend.known import InferHead
+
+if TYPE_CHECKING:
+    from slim_scheduler.frontend.connection import Connection
+
+AT_ONCE = 32  # a full batch; more would keep answers and refusals waiting
+IN_HAND = 2 * AT_ONCE  # taken and not answered, where the loop is never idle: one batch runs, one is prepared
+BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
+WINDOW: Seconds = 0.02
+PAUSE: Seconds = 0.001
+SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
+
+# A request whose head is known: its connection, that head, and its body.
+Known = tuple["Connection", InferHead, memoryview]
+
+
+class Intake:
+    """Known requests in the order in which they were read. Each connection has one at most, which bounds them."""
+
+    def __init__(self, take: Callable[["Connection", InferHead, memoryview], None], in_hand: Callable[[], int]) -> None:
+        self._take = take
+        self._in_hand = in_hand
+        self._waiting: deque[tuple[Seconds, Known]] = deque()
+        self._busy = False
+        self._began, self._worked = time.monotonic(), time.thread_time()
+
+    def put(self, request: Known) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._waiting.append((time.monotonic(), request))
+
+    def wait(self) -> Seconds:
+        """How long the first one has waited."""
+        return time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
+
+    def _next(self) -> None:
+        waiting, loop = self._waiting, asyncio.get_running_loop()
+        self._look()
+        room = min(AT_ONCE, IN_HAND - self._in_hand()) if self._busy else AT_ONCE
+        for _ in range(min(room, len(waiting))):
+            _, request = waiting.popleft()
+            self._take(*request)
+        if waiting and room > 0:
+            loop.call_soon(self._next)
+        elif waiting:
+            loop.call_later(PAUSE, self._next)
+
+    def _look(self) -> None:
+        """Whether the loop's thread has worked for all of the last window."""
+        now, worked = time.monotonic(), time.thread_time()
+        if now - self._began >= WINDOW:
+            self._busy = worked - self._worked >= BUSY * (now - self._began)
+            self._began, self._worked = now, worked
