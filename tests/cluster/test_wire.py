@@ -7,6 +7,7 @@ from slim_scheduler.core.messages import BatchReported, BlockArrived, TasksRetur
 from slim_scheduler.core.types import Block, Task
 from slim_scheduler.engine.cluster.clock import OffsetEstimate, SharedClock
 from slim_scheduler.engine.cluster.wire import (
+    PIECE,
     Ask,
     Forget,
     Parcel,
@@ -19,6 +20,7 @@ from slim_scheduler.engine.cluster.wire import (
     decode_told,
     encode,
     join,
+    pieces_of,
 )
 
 TASK = Task(5, 3, 1, 0.5, "a", 1.25, None, 0)
@@ -64,6 +66,21 @@ def test_a_corrected_offset_never_turns_time_back():
     before = clock.now()
     clock.offset = -5.0
     assert clock.now() >= before
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_an_array_travels_in_the_pieces_that_were_announced_or_whole(rows):
+    array = np.arange(rows * 2 * 30_000, dtype=np.float32).reshape(rows, 30_000, 2)[:, :, ::-1]
+    pieces = pieces_of(array.nbytes)
+    sent = cut(array, pieces)
+    assert len(sent) == pieces
+    assert (sent[0] is array) == (rows == 40), "too many pieces for one call"
+    np.testing.assert_array_equal(join([*sent, b"", b""], array.shape[1:]), array)
+
+
+def test_an_array_that_is_larger_than_announced_is_not_cut():
+    array = np.zeros((3, PIECE), np.float32)
+    assert cut(array, 2)[0] is array
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

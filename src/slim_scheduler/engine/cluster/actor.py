@@ -21,7 +21,7 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, TaskId
 from slim_scheduler.engine.assembly import live_server
 from slim_scheduler.engine.cluster.clock import SharedClock
-from slim_scheduler.engine.cluster.life import ServerLife
+from slim_scheduler.engine.cluster.life import NOTHING, ServerLife
 from slim_scheduler.engine.cluster.shelf import Shelf
 from slim_scheduler.engine.cluster.wire import decode_ask, decode_cancel, decode_parcel, encode, join
 from slim_scheduler.engine.executor import Job
@@ -75,7 +75,9 @@ class ServerActor:
         server = await asyncio.to_thread(self._warm_server, model, finished, birth.incarnation)
         shelf = Shelf(self._shape.segments - 1)
         clock = SharedClock(birth.offset)
-        lives.append(ServerLife(server, shelf, clock, self._peers, self._config.telemetry.period_s, birth.log))
+        lives.append(
+            ServerLife(server, self._shape, shelf, clock, self._peers, self._config.telemetry.period_s, birth.log)
+        )
         self._life = lives[0]
         self._life.start()
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
@@ -98,9 +100,9 @@ class ServerActor:
             return None
         return encode(await self._life.tell(decode_ask(ask), self._items(pieces)))
 
-    async def fetch(self, tasks: list[TaskId]) -> tuple[tuple[TaskId, ...], npt.NDArray[np.float32]] | None:
-        """Outputs for another server; None where none of them is here."""
-        return None if self._life is None else await self._life.fetch(tasks)
+    async def fetch(self, tasks: list[TaskId], pieces: int) -> list[Any]:
+        """Outputs for another server, in `1 + pieces` values; none where an actor has not begun to live."""
+        return [NOTHING, *[b""] * pieces] if self._life is None else await self._life.fetch(tasks, pieces)
 
     def _items(self, pieces: tuple[Any, ...]) -> npt.NDArray[np.float32] | None:
         return join(pieces, self._shape.item_shape) if pieces else None

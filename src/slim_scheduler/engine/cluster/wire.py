@@ -1,9 +1,10 @@
 """What crosses a Ray call between the router and a server, as MessagePack: blocks one way, a server's steps the other.
 
-Nothing here decides or keeps anything. Activations between servers travel as arrays instead: they are large, and Ray
-hands arrays over without a copy.
+Nothing here decides or keeps anything. Arrays travel as pieces that are small enough for Ray to put them into the call
+or its answer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +14,10 @@ import numpy.typing as npt
 from slim_scheduler.core.messages import CancelTasks, ServerCommand, ServerEvent
 from slim_scheduler.core.types import Block, Bytes, ItemId, Seconds, TaskId
 
-# Ray copies an argument of up to 100 kB into the call itself; a larger one goes through its object store, which costs
-# 2.6 ms more for 384 kB than the four pieces do (docs/cluster.md).
+# Ray copies an argument or a result of up to 100 kB into the call or its answer, up to 10 MB in one; a larger one goes
+# through its object store, which costs two to three times the CPU of its pieces (docs/cluster.md).
 PIECE = 96_000
-MOST_PIECES = 16
+MOST_PIECES = 64
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -95,16 +96,22 @@ decode_ask = msgspec.msgpack.Decoder(Ask).decode
 decode_told = msgspec.msgpack.Decoder(Told).decode
 
 
-def cut(array: npt.NDArray[np.float32]) -> list[Any]:
-    """An array as arguments of a call: pieces that travel in the call, or the array itself where it is large."""
-    if array.nbytes > PIECE * MOST_PIECES:
+def pieces_of(size: Bytes) -> int:
+    """How many values an array of so many bytes travels in: 1 where it is too large to be cut."""
+    pieces = -(-size // PIECE)
+    return pieces if pieces <= MOST_PIECES else 1
+
+
+def cut(array: npt.NDArray[np.float32], most: int = MOST_PIECES) -> list[Any]:
+    """An array as pieces that travel in a call, or the array itself where it would be more than `most`."""
+    if array.nbytes > PIECE * most:
         return [array]
-    data = array.tobytes()
-    return [data[i : i + PIECE] for i in range(0, len(data), PIECE)]
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return [bytes(data[i : i + PIECE]) for i in range(0, len(data), PIECE)]
 
 
-def join(pieces: tuple[Any, ...], item_shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+def join(pieces: Sequence[Any], item_shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """The array that was cut, (rows, *item_shape); may not be written to."""
-    if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
+    if isinstance(pieces[0], np.ndarray):
         return pieces[0]
     return np.frombuffer(b"".join(pieces), np.float32).reshape(-1, *item_shape)
