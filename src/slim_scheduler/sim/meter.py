@@ -9,7 +9,7 @@ from collections import deque
 from slim_scheduler.core.profile import Curve
 from slim_scheduler.core.types import Joules, Seconds, Watts
 
-WINDOW: Seconds = 0.5  # 1-method.md, section 3
+WINDOW: Seconds = 0.5  # docs/method.md, section 2
 
 
 class Meter:
