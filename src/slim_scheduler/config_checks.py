@@ -33,13 +33,18 @@ POSITIVE = {
 }
 # Likewise, 0 or more
 NOT_NEGATIVE = {
-    "servers": "max_upgrade",
+    "servers": "max_upgrade num_gpus",
     "dispatch": "max_retries retry_budget",
     "network": "latency_ms",
     "telemetry": "age_s",
     "workload": "deadline_ms",
     "faults": "at_s",
     "training": "value_coef entropy_coef warm_start_decisions imposed_delay backlog_s",
+}
+RAYS_OWN = {
+    "CPU": "servers take none of Ray's CPUs; leave it out",
+    "GPU": "say num_gpus instead",
+    "memory": "vram_budget_gib bounds a server's memory",
 }
 # Likewise, from 0 to 1
 SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}
@@ -86,6 +91,11 @@ def _check_servers(config: Config) -> None:
     names = [server.name for server in config.servers]
     if len(set(names)) < len(names):
         raise ConfigError(f"server names repeat: {', '.join(names)}; each needs its own")
+    for i, server in enumerate(config.servers):
+        for resource, amount in server.resources.items():
+            if resource in RAYS_OWN:
+                raise ConfigError(f"servers.{i}.resources has {resource}, which is Ray's own; {RAYS_OWN[resource]}")
+            _positive(f"servers.{i}.resources.{resource}", amount)
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")

@@ -1,5 +1,8 @@
 """The same commands on a cluster: a benchmark run writes its record there too, and the record replays."""
 
+import json
+import signal
+
 import msgspec
 import pytest
 
@@ -8,6 +11,7 @@ from slim_scheduler.core.types import Outcome
 from slim_scheduler.machines import build_dispatcher, build_server
 from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
 from slim_scheduler.summary import summarize
+from tests.cli.test_commands import interrupted
 from tests.engine.live import NETWORK, SHAPE, config_of, images
 
 pytest.importorskip("ray")
@@ -54,3 +58,13 @@ def test_the_example_runs_and_every_item_is_answered():
     assert summary["items_completed"] == summary["items_arrived"]
     assert summary["accuracy"] > 0.9
     assert summary["energy_source"] in ("estimated", "counter", "none")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_on_a_cluster_leaves_its_record(tmp_path, number):
+    example = ("--config", "examples/ray/cluster.toml", "--set", "workload.duration_s=3000")
+    code, said = interrupted(number, "bench", *example, "--out", tmp_path)
+    assert code == 130
+    assert "interrupted; what was done so far is written" in said
+    assert json.loads((tmp_path / "summary.json").read_text())["interrupted"]
+    assert read_record(tmp_path).info.interrupted

@@ -2,38 +2,80 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from slim_scheduler.client import Constraints, infer_body
+from slim_scheduler.config import config_from
+from slim_scheduler.engine.engine import SlimEngine
+from slim_scheduler.frontend import intake
 from slim_scheduler.frontend.asked import Asked
+from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.http import HttpFront
-from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, SHARE, WINDOW, Intake
-from slim_scheduler.frontend.known import InferHead, Template, Templates
+from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, SHARE, WINDOW, Intake, Known
+from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
+from slim_scheduler.frontend.refusal import Refusal
+from slim_scheduler.frontend.repository import Repository
+from slim_scheduler.frontend.service import Service
+from tests.cli.conftest import ROOT
 
 HEAD = InferHead("digits", "", 1, None, {})
 
 
 class Taken:
-    """What an intake gave away; nothing of it ends before `done` says so."""
+    """What an intake gave away; nothing of it ends before `answer` says so."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.done = 0
-        self.intake = Intake(lambda connection, head, body: self.numbers.append(body[0]), self.in_hand)
+        self.ends: list[asyncio.Future[None]] = []
+        self.intake = Intake(self.take)
 
-    def in_hand(self) -> int:
-        return len(self.numbers) - self.done
+    def take(self, known: Known, arrived: float) -> asyncio.Future[None]:
+        self.numbers.append(known[2][0])
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return self.ends[-1]
+
+    def answer(self, count: int) -> None:
+        for end in self.ends[:count]:
+            end.set_result(None)
 
     def put(self, count: int) -> None:
         for number in range(count):
             self.intake.put((None, HEAD, memoryview(bytes((number,)))))
 
 
-def work(seconds: float) -> None:
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
+class Clocks:
+    """The clocks that an intake reads: real time, and the work of the loop's thread."""
+
+    def __init__(self) -> None:
+        self.real = self.work = 0.0
+
+    def monotonic(self) -> float:
+        return self.real
+
+    def thread_time(self) -> float:
+        return self.work
+
+    def pass_by(self, seconds: float, share: float) -> None:
+        self.real += seconds
+        self.work += share * seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(intake, "time", made)
+    return made
+
+
+async def turns(clocks: Clocks, share: float) -> None:
+    """Turns of the loop, in which its thread works for a share of the time; real time enough for what is due later."""
+    for _ in range(10):
+        clocks.pass_by(1.5 * WINDOW, share)
+        await asyncio.sleep(2 * PAUSE)
 
 
 async def test_known_requests_are_taken_in_order_a_batch_at_a_time():
@@ -48,25 +90,23 @@ async def test_known_requests_are_taken_in_order_a_batch_at_a_time():
     assert taken.intake.wait() == 0.0
 
 
-async def test_a_loop_that_never_idles_holds_back_until_answers_are_out():
+async def test_a_loop_that_never_idles_holds_back_until_answers_are_out(clocks):
     taken = Taken()
     taken.put(200)
-    for _ in range(10):
-        work(0.6 * WINDOW)
-        await asyncio.sleep(0)
+    await turns(clocks, share=0.95)
     assert taken.numbers == list(range(IN_HAND))
     assert taken.intake.wait() > WINDOW
-    taken.done = 10
-    work(2 * WINDOW)
-    await asyncio.sleep(0)
+    taken.answer(10)
+    await turns(clocks, share=0.95)
     assert taken.numbers == list(range(IN_HAND + 10))
+    await turns(clocks, share=0.3)
+    assert taken.numbers == list(range(200))
 
 
-async def test_a_loop_with_time_takes_all_however_long_servers_take():
+async def test_a_loop_with_time_takes_all_however_long_servers_take(clocks):
     taken = Taken()
     taken.put(200)
-    for _ in range(20):
-        await asyncio.sleep(0.01)
+    await turns(clocks, share=0.3)
     assert taken.numbers == list(range(200))
 
 
@@ -76,42 +116,52 @@ class Client:
     gone = False
 
     def __init__(self) -> None:
-        self.answer: tuple[int, dict[bytes, bytes]] | None = None
+        self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def answer_known(self, status: int, fields: Any, body: bytes) -> None:
-        self.answer = status, dict(fields)
+        self.answered.set_result(status)
 
-    def serve(self, inference: Any) -> None:
-        inference.close()
+    def serve(self, inference: Any) -> asyncio.Task[None]:
+        return asyncio.create_task(inference)
 
 
-async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once():
-    templates = Templates()
-    asked = {
-        b"near": Asked(deadline=0.1),
-        b"far_": Asked(deadline=60.0),
-        b"none": Asked(),
-        b"high": Asked(0.1, priority=1),
-    }
-    for text, what in asked.items():
-        templates.learn(text, Template("FP32", [1], what, ()))
-    repository = SimpleNamespace(served={"digits": SimpleNamespace(templates=templates)})
-    service: Any = SimpleNamespace(repository=repository, in_flight=0)
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    tree = {"model": {"path": str(ROOT / "models/digits")}, "servers": [{"name": "a", "device": "cpu"}]}
+    config = config_from(tree | {"router": {"name": "jsq:0.25"}})
+    made = Service(Repository(config, lambda config, observer: SlimEngine.from_config(config, recorder=observer)))
+    await made.start()
+    yield made
+    await made.drain(5.0)
+
+
+async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(service, images):
     nothing: Any = None
     front = HttpFront(service, nothing, Limits(), nothing)
 
-    def ask(text: bytes) -> tuple[int, dict[bytes, bytes]] | None:
+    def ask(deadline_ms: float | None, priority: int = 0) -> asyncio.Future[int]:
+        body, length = infer_body(images[:2], Constraints(deadline_ms=deadline_ms, priority=priority))
         client: Any = Client()
-        front.take_known(client, InferHead("digits", "", 8, 4, {}), memoryview(text + b"data"))
-        return client.answer
+        front.take_known(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
+        return client.answered
 
-    assert ask(b"near") is None, "nobody waits yet"
-    time.sleep(1.5 * SHARE * 0.1)
-    refusal = ask(b"near")
-    assert refusal is not None
-    assert refusal[0] == 503
-    assert float(refusal[1][b"retry-after"]) >= 1
-    assert front.responses == {503: 1}
-    assert [ask(text) for text in (b"far_", b"none", b"high")] == [None, None, None]
-    await asyncio.sleep(0)
-    assert ask(b"near") is None, "the others were taken"
+    wishes = ((4000.0, 0), (4000.0, 1), (60000.0, 0), (None, 0))
+    assert await asyncio.gather(*[ask(*wish) for wish in wishes]) == [200] * 4, "nobody waits yet"
+    first = ask(None)
+    time.sleep(1.2 * SHARE * 4.0)
+    late = [ask(*wish) for wish in wishes]
+    assert [answer.done() for answer in late] == [True, True, False, False]
+    assert await asyncio.gather(first, *late) == [200, 503, 503, 200, 200]
+    assert await ask(4000.0) == 200, "the others were taken"
+    counts = service.repository.served["digits"].counts()
+    for unit, size in (("requests", 1), ("items", 2)):
+        found = {outcome: count / size for outcome, count in counts[unit].items() if count}
+        assert found == {"received": 10, "answered": 8, "rejected": 2}
+
+
+async def test_time_in_this_process_counts_towards_the_deadline(service, images):
+    served = service.repository.served["digits"]
+    call = InferenceCall(images[:1], asked=Asked(deadline=0.5))
+    await service.infer(served, call, arrived=time.monotonic())
+    with pytest.raises(Refusal, match="not done by its deadline"):
+        await service.infer(served, call, arrived=time.monotonic() - 0.6)

@@ -10,8 +10,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: str) -> str:
-    """`2-core x86-64 CPU, AMD EPYC`, or the GPU's name."""
+    """`2-core x86-64 CPU, AMD EPYC`, or the GPU's name; a GPU that is on another machine is what it is called."""
     if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            return device
         return torch.cuda.get_device_name(torch.device(device))
     kind = platform.machine().replace("_", "-")
     return ", ".join(part for part in (f"{cores()}-core {kind} CPU", _cpu_model()) if part)

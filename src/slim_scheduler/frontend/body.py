@@ -84,7 +84,11 @@ async def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise invalid(f"Content-Encoding {quote(encoding)} is not accepted; available: gzip, deflate, identity")
     if len(body) <= INFLATE_INLINE // 8:
-        return inflate_now(body, encoding, limit)
+        try:
+            return inflate_now(body, encoding, min(limit, INFLATE_INLINE))
+        except Refusal as refusal:
+            if refusal.kind is not Kind.TOO_LARGE or limit <= INFLATE_INLINE:
+                raise
     return await asyncio.get_running_loop().run_in_executor(None, inflate_now, body, encoding, limit)
 
 

@@ -131,12 +131,13 @@ class Connection(HttpToolsProtocol):
         self._known_in_hand = True
         self.app.take_known(self, head, memoryview(data)[begin:])
 
-    def serve(self, inference: Coroutine[Any, Any, None]) -> None:
+    def serve(self, inference: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs what answers the known request in hand."""
         task = self.loop.create_task(inference)
         self.inference = task
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     def answer_known(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
         """Writes the answer, and goes on with what came meanwhile."""

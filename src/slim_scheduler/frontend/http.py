@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import re
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
@@ -19,7 +20,7 @@ from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
 from slim_scheduler.frontend.decode import Buffer, decode_infer
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
-from slim_scheduler.frontend.intake import SHARE, Intake
+from slim_scheduler.frontend.intake import SHARE, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
@@ -35,6 +36,7 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HeaderList = list[tuple[bytes, bytes]]
+Reply = tuple[int, HeaderList, bytes]  # status, fields, body
 
 INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -52,14 +54,23 @@ DEFECT = Refusal(Kind.INTERNAL, "a defect of the server; its log says more")
 class HttpFront:
     """The ASGI application of one listener."""
 
-    def __init__(self, service: Service, guard: Guard, limits: Limits, routes: App, inference: bool = True) -> None:
+    def __init__(
+        self,
+        service: Service,
+        guard: Guard,
+        limits: Limits,
+        routes: App,
+        inference: bool = True,
+        held: Held | None = None,
+    ) -> None:
         self._service = service
         self._inference = inference
         self._guard = guard
         self._limits = limits
         self._routes = routes
-        self._held = Held(limits.held_bytes)
-        self._intake = Intake(self._serve_known, lambda: service.in_flight)
+        self._held = held or Held(limits.held_bytes)
+        self._intake = Intake(self._serve_known)
+        self._queued: dict[str, int] = {}  # requests in the intake, by model
         self.responses: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +120,7 @@ class HttpFront:
                 self._held.take(len(body))
                 held += len(body)
             head = InferHead(name, version, held, _length(headers, b"inference-header-content-length"), headers)
-            fields, reply = await self._answer(head, body)
+            fields, reply = await self._answer(head, body, time.monotonic())
         except asyncio.CancelledError:
             if connection is not None and connection.gone:
                 return  # nobody is left to answer; the engine has dropped the work
@@ -122,11 +133,11 @@ class HttpFront:
             connection.learn(head, scope["slim.chunk"])
         await self._reply(200, fields, reply, headers, scope, send)
 
-    async def _answer(self, head: InferHead, body: Buffer) -> tuple[HeaderList, bytes]:
-        """Decode, infer, encode. Raises Refusal."""
+    async def _answer(self, head: InferHead, body: Buffer, arrived: float) -> tuple[HeaderList, bytes]:
+        """Decode, infer, encode. `arrived`: when it was read. Raises Refusal."""
         served = self._service.repository.find(head.name, head.version)
         call = decode_infer(body, head.json_length, served.card, self._limits, served.templates)
-        answer = await self._service.infer(served, call, _traceparent(head.headers))
+        answer = await self._service.infer(served, call, _traceparent(head.headers), arrived)
         reply, json_length = encode_answer(call, answer, served.card)
         fields: HeaderList = [JSON]
         if json_length is not None:
@@ -137,50 +148,74 @@ class HttpFront:
 
     def take_known(self, connection: "Connection", head: InferHead, body: memoryview) -> None:
         """A request whose head was served before, whole: refused at once, or it waits for its turn."""
-        wait = self._intake.wait()
-        if wait > LEAST_WAIT:
-            deadline = self._deadline(head, body)
-            if deadline is not None and wait > SHARE * deadline:
-                status, fields, reply = _too_late(round(wait, 2), deadline)
-                connection.answer_known(status, self._finish(status, fields.copy(), reply, head.headers), reply)
-                return
-        self._intake.put((connection, head, body))
+        refusal = self._hopeless(head, body)
+        if refusal is not None:
+            self._answer_known(connection, head, refusal)
+            return
+        try:
+            self._held.take(len(body))
+        except Refusal as full:
+            self._answer_known(connection, head, refused(full))
+        else:
+            self._queued[head.name] = self._queued.get(head.name, 0) + 1
+            self._intake.put((connection, head, body))
 
-    def _serve_known(self, connection: "Connection", head: InferHead, body: memoryview) -> None:
-        if not connection.gone:
-            connection.serve(self._infer_known(connection, head, body))
-
-    def _deadline(self, head: InferHead, body: memoryview) -> float | None:
-        """The deadline in seconds of a request that asks for the usual priority."""
+    def _hopeless(self, head: InferHead, body: memoryview) -> Reply | None:
+        """The refusal of who finds the queue full, or would be late behind those who wait here."""
         served = self._service.repository.served.get(head.name)
         if served is None or not head.json_length:
             return None
+        waiting = served.engine.fifo_length + self._queued.get(head.name, 0)
+        limit = served.engine.config.dispatch.max_waiting_items
+        wait = self._intake.wait()
+        if waiting < limit and wait <= LEAST_WAIT:
+            return None
         template = served.templates.find(bytes(body[: head.json_length]))
-        return None if template is None or template.asked.priority else template.asked.deadline
+        if template is None:
+            return None
+        items = template.shape[0] if len(template.shape) > len(served.card.item_shape) else 1
+        deadline = template.asked.deadline
+        if waiting + items > limit:
+            reply = refused_full(items, limit)
+        elif deadline is not None and wait > SHARE * deadline:
+            reply = refused_late(round(wait, 2), deadline)
+        else:
+            return None
+        served.refused_early(items)
+        return reply
 
-    async def _infer_known(self, connection: "Connection", head: InferHead, body: Buffer) -> None:
+    def _serve_known(self, known: Known, arrived: float) -> asyncio.Future[None] | None:
+        connection, head, body = known
+        self._queued[head.name] -= 1
+        if connection.gone:
+            self._held.give(len(body))
+            return None
+        task = connection.serve(self._infer_known(connection, head, body, arrived))
+        task.add_done_callback(lambda _: self._held.give(len(body)))
+        return task
+
+    async def _infer_known(self, connection: "Connection", head: InferHead, body: Buffer, arrived: float) -> None:
         """The same as `_infer`, without parser and guard."""
-        held = 0
         try:
-            self._held.take(len(body))
-            held = len(body)
-            fields, reply = await self._answer(head, body)
-            status = 200
+            fields, reply = await self._answer(head, body, arrived)
+            answer: Reply = 200, fields, reply
         except Refusal as refusal:
-            status, fields, reply = _refused(refusal)
+            answer = refused(refusal)
         except asyncio.CancelledError:
             if connection.gone:
                 return
             raise
         except Exception:
             log.exception("a defect of the server, in infer")
-            status, fields, reply = _refused(DEFECT)
-        finally:
-            self._held.give(held)
-        connection.answer_known(status, self._finish(status, fields, reply, head.headers), reply)
+            answer = refused(DEFECT)
+        self._answer_known(connection, head, answer)
+
+    def _answer_known(self, connection: "Connection", head: InferHead, answer: Reply) -> None:
+        status, fields, reply = answer
+        connection.answer_known(status, self._finish(status, fields.copy(), reply, head.headers), reply)
 
     async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
-        status, fields, body = _refused(refusal)
+        status, fields, body = refused(refusal)
         await self._reply(status, fields, body, headers, scope, send)
 
     async def _reply(
@@ -203,14 +238,20 @@ class HttpFront:
 
 
 @lru_cache(1024)
-def _too_late(wait: float, deadline: float) -> tuple[int, HeaderList, bytes]:
+def refused_full(items: int, limit: int) -> Reply:
+    message = f"the queue is full: {items} items came and the limit is {limit}"
+    return refused(Refusal(Kind.UNAVAILABLE, message, 1.0))
+
+
+@lru_cache(1024)
+def refused_late(wait: float, deadline: float) -> Reply:
     """Beyond the peak, making a refusal is a part of the work: many are alike."""
     message = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
-    return _refused(Refusal(Kind.UNAVAILABLE, message, max(LEAST_RETRY_AFTER, wait)))
+    return refused(Refusal(Kind.UNAVAILABLE, message, max(LEAST_RETRY_AFTER, wait)))
 
 
-def _refused(refusal: Refusal) -> tuple[int, HeaderList, bytes]:
-    """The status, fields and body of a refusal."""
+def refused(refusal: Refusal) -> Reply:
+    """A refusal as an answer."""
     fields: HeaderList = [JSON]
     if refusal.kind is Kind.UNAVAILABLE:
         fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))

@@ -27,14 +27,19 @@ SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long
 
 # A request whose head is known: its connection, that head, and its body.
 Known = tuple["Connection", InferHead, memoryview]
+# Begins one, that was read at a time of the monotonic clock.
+Take = Callable[[Known, Seconds], "asyncio.Future[None] | None"]
 
 
 class Intake:
-    """Known requests in the order in which they were read. Each connection has one at most, which bounds them."""
+    """Known requests in the order in which they were read. Each connection has one at most, which bounds them.
 
-    def __init__(self, take: Callable[["Connection", InferHead, memoryview], None], in_hand: Callable[[], int]) -> None:
+    `take` begins a request and returns what is done when it is answered, or None where nobody waits for it any more.
+    """
+
+    def __init__(self, take: Take) -> None:
         self._take = take
-        self._in_hand = in_hand
+        self._in_hand = 0
         self._waiting: deque[tuple[Seconds, Known]] = deque()
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
@@ -51,14 +56,20 @@ class Intake:
     def _next(self) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
         self._look()
-        room = min(AT_ONCE, IN_HAND - self._in_hand()) if self._busy else AT_ONCE
+        room = min(AT_ONCE, IN_HAND - self._in_hand) if self._busy else AT_ONCE
         for _ in range(min(room, len(waiting))):
-            _, request = waiting.popleft()
-            self._take(*request)
+            arrived, request = waiting.popleft()
+            task = self._take(request, arrived)
+            if task is not None:
+                self._in_hand += 1
+                task.add_done_callback(self._ended)
         if waiting and room > 0:
             loop.call_soon(self._next)
         elif waiting:
             loop.call_later(PAUSE, self._next)
+
+    def _ended(self, _: object) -> None:
+        self._in_hand -= 1
 
     def _look(self) -> None:
         """Whether the loop's thread has worked for all of the last window."""

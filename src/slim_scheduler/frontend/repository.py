@@ -18,6 +18,7 @@ from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.config import Config, ModelConfig
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
+from slim_scheduler.core.types import Outcome
 from slim_scheduler.frontend.card import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.frontend.known import Templates
 from slim_scheduler.frontend.observer import Observer
@@ -51,13 +52,21 @@ class Served:
         self.templates = Templates()
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
+        self._refused_early = {"requests": 0, "items": 0}
 
     def counts(self) -> Counts:
         """Totals of requests and items by outcome, over all engines of this model."""
         total = {unit: dict(row) for unit, row in self._past.items()}
         for engine in (self.engine, *self.finishing):
             _add(total, engine.counts)
+        _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused_early.items()})
         return total
+
+    def refused_early(self, items: int) -> None:
+        """A request was refused before an engine heard of it."""
+        self._refused_early["requests"] += 1
+        self._refused_early["items"] += items
+        self.observer.finished(Outcome.REJECTED, 0.0, 0.0)
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""
@@ -90,6 +99,7 @@ class Repository:
         self._max_items = max_items
         self._changing = asyncio.Lock()
         self._stopping: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def check_first(self) -> None:
         """Raises CheckpointError, with the path, when the configured model is not there."""
@@ -126,15 +136,16 @@ class Repository:
         """Loads a model, or loads it again from its folder. Raises Refusal and keeps what was served when it cannot."""
         if name not in self.names():
             raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} is not in the model folder; there: {self._there()}")
-        config = msgspec.structs.replace(self._config, model=ModelConfig(path=str(self.folder / name)))
-        served = self.served.get(name)
-        if served is not None:
-            config = msgspec.structs.replace(config, router=served.config.router)
-        await self._change(name, config, grace_s)
+
+        def again(served: Served | None) -> Config:
+            router = self._config.router if served is None else served.config.router
+            model = ModelConfig(path=str(self.folder / name))
+            return msgspec.structs.replace(self._config, model=model, router=router)
+
+        await self._change(name, again, grace_s)
 
     async def set_router(self, name: str, router: str, grace_s: float = 30.0) -> None:
         """Another policy for a loaded model, by name. Raises Refusal and keeps the old one when it cannot be used."""
-        served = self.find(name)
         policy = POLICY.fullmatch(router)
         if policy:
             if not (self.policies / policy[1]).is_dir():
@@ -143,10 +154,13 @@ class Repository:
             router = f"ppo:{self.policies / policy[1]}"
         elif not ROUTER.fullmatch(router):
             raise invalid(f"router {quote(router)} is not known; give ppo:NAME or a baseline such as jsq:0.5")
-        config = msgspec.structs.replace(
-            served.config, router=msgspec.structs.replace(served.config.router, name=router)
-        )
-        await self._change(name, config, grace_s)
+
+        def routed(_: Served | None) -> Config:
+            config = self.find(name).config
+            return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=router))
+
+        self.find(name)
+        await self._change(name, routed, grace_s)
 
     async def unload(self, name: str, grace_s: float = 30.0) -> None:
         """Stops serving a model after the requests it has. Raises Refusal when it is not loaded."""
@@ -160,11 +174,16 @@ class Repository:
         """Stops every engine within the grace time."""
         async with self._changing:
             served, self.served = self.served, {}
+            self._closed = True
         await asyncio.gather(*(one.engine.stop(grace_s) for one in served.values()), *self._stopping)
 
-    async def _change(self, name: str, config: Config, grace_s: float) -> None:
+    async def _change(self, name: str, change: Callable[[Served | None], Config], grace_s: float) -> None:
+        """`change` says what to serve instead of what is served when its turn has come. Raises Refusal."""
         async with self._changing:
+            if self._closed:
+                raise Refusal(Kind.UNAVAILABLE, "the server is stopping", 1.0)
             served = self.served.get(name)
+            config = change(served)
             observer = served.observer if served else Observer()
             try:
                 card = read_card(Path(config.model.path), self._layout, self._max_items)

@@ -5,17 +5,20 @@ Triton sends them. A gRPC deadline is a deadline of the request; a cancelled cal
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 from google.protobuf.json_format import ParseDict
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from slim_scheduler.frontend.asked import OutputForm, asked_of
+from slim_scheduler.frontend.asked import LONGEST_DEADLINE_S, OutputForm, asked_of
+from slim_scheduler.frontend.body import Held
 from slim_scheduler.frontend.card import INPUT, OUTPUT, VERSION, ModelCard
 from slim_scheduler.frontend.decode import (
     DTYPES,
@@ -32,6 +35,8 @@ from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
 
+log = logging.getLogger(__name__)
+
 Context = Any  # grpc.aio.ServicerContext; grpc has no types
 CODES = {
     Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -44,6 +49,7 @@ CODES = {
 }
 STREAM_DEPTH = 64  # requests of one stream in the engine at the same time
 STREAM_END = None
+DEFECT = "a defect of the server; its log says more"
 
 
 def rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
@@ -58,6 +64,9 @@ def rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any,
             if refusal.retry_after is not None:
                 context.set_trailing_metadata((("retry-after", f"{refusal.retry_after:.3f}"),))
             await context.abort(CODES.get(refusal.kind, grpc.StatusCode.INTERNAL), refusal.message)
+        except Exception:
+            log.exception("a defect of the server, in %s", method.__name__)
+            await context.abort(grpc.StatusCode.INTERNAL, DEFECT)
 
     return checked
 
@@ -126,12 +135,15 @@ class StateRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
 
 class InferenceRpc(StateRpc):
-    """The public listener's service: inference as well."""
+    """The public listener's service: inference as well. `held` bounds the bodies of all listeners together."""
+
+    def __init__(self, service: Service, guard: Guard, limits: Limits, held: Held) -> None:
+        super().__init__(service, guard, limits)
+        self._held = held
 
     @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:  # noqa: N802
-        metadata = dict(context.invocation_metadata() or ())
-        return await self._infer(request, context.time_remaining(), str(metadata.get("traceparent", "")))
+        return await self._infer(request, context)
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Several requests of one stream run at the same time; answers keep the order of the requests."""
@@ -143,7 +155,7 @@ class InferenceRpc(StateRpc):
 
         async def read() -> None:
             async for request in request_iterator:
-                await answers.put(asyncio.create_task(self._stream_one(request)))
+                await answers.put(asyncio.create_task(self._stream_one(request, context)))
             await answers.put(STREAM_END)
 
         reader = asyncio.create_task(read())
@@ -158,17 +170,29 @@ class InferenceRpc(StateRpc):
                 if task is not STREAM_END:
                     task.cancel()
 
-    async def _stream_one(self, request: Any) -> Any:
+    async def _stream_one(self, request: Any, context: Context) -> Any:
+        """Nothing that is wrong with one request ends the stream."""
         try:
-            return pb.ModelStreamInferResponse(infer_response=await self._infer(request, None))
+            return pb.ModelStreamInferResponse(infer_response=await self._infer(request, context))
         except Refusal as refusal:
-            response = pb.ModelInferResponse(id=request.id)
-            return pb.ModelStreamInferResponse(error_message=refusal.message, infer_response=response)
+            message = refusal.message
+        except Exception:
+            log.exception("a defect of the server, in ModelStreamInfer")
+            message = DEFECT
+        response = pb.ModelInferResponse(id=request.id)
+        return pb.ModelStreamInferResponse(error_message=message, infer_response=response)
 
-    async def _infer(self, request: Any, remaining: float | None, traceparent: str = "") -> Any:
-        served = self._service.repository.find(request.model_name, request.model_version)
-        call = call_of(request, remaining, served.card, self._limits)
-        return response_of(call, await self._service.infer(served, call, traceparent), served.card)
+    async def _infer(self, request: Any, context: Context) -> Any:
+        size = request.ByteSize()
+        self._held.take(size)
+        try:
+            metadata = dict(context.invocation_metadata() or ())
+            served = self._service.repository.find(request.model_name, request.model_version)
+            call = call_of(request, context.time_remaining(), served.card, self._limits)
+            answer = await self._service.infer(served, call, str(metadata.get("traceparent", "")))
+            return response_of(call, answer, served.card)
+        finally:
+            self._held.give(size)
 
     @rpc
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:  # noqa: N802
@@ -183,14 +207,14 @@ def call_of(request: Any, remaining: float | None, card: ModelCard, limits: Limi
     """Reads a ModelInferRequest. `remaining` is the gRPC deadline in seconds from now."""
     if len(request.id) > LONGEST_ID:
         raise invalid(f"id has {len(request.id)} characters; at most {LONGEST_ID} are kept")
-    parameters = _parameters(request.parameters)
-    if remaining is not None and remaining > 0 and remaining * 1e3 < float(parameters.get("deadline_ms") or "inf"):
-        parameters = {**parameters, "deadline_ms": min(remaining * 1e3, 24 * 3600e3)}
+    asked = asked_of(_parameters(request.parameters), card)
+    if remaining is not None and (asked.deadline is None or remaining < asked.deadline):
+        asked = msgspec.structs.replace(asked, deadline=min(remaining, LONGEST_DEADLINE_S))
     if len(request.outputs) > limits.tensors:
         raise invalid(f"the request has {len(request.outputs)} outputs; at most {limits.tensors} are accepted")
     forms = tuple(OutputForm(output_wish(wish.name, _parameters(wish.parameters)), True) for wish in request.outputs)
     image = _image(request, card, limits)
-    return InferenceCall(image, request.id, asked_of(parameters, card), forms or (OutputForm(binary=True),))
+    return InferenceCall(image, request.id, asked, forms or (OutputForm(binary=True),))
 
 
 def response_of(call: InferenceCall, answer: Answer, card: ModelCard) -> Any:
@@ -222,6 +246,8 @@ def _image(request: Any, card: ModelCard, limits: Limits) -> Any:
     if tensor.name != INPUT:
         raise invalid(f"input {quote(tensor.name)} does not exist; {card.name} has one input, {INPUT}")
     check_input_parameters(_parameters(tensor.parameters))
+    if len(tensor.shape) > limits.rank:
+        raise invalid(f"input {INPUT} has {len(tensor.shape)} dimensions; at most {limits.rank} are accepted")
     shape = list(tensor.shape)
     raw = request.raw_input_contents
     if raw:

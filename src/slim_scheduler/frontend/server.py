@@ -21,6 +21,7 @@ import uvloop
 
 from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.frontend.body import Held
 from slim_scheduler.frontend.card import Layout
 from slim_scheduler.frontend.connection import connection_class, sweep_forever
 from slim_scheduler.frontend.guard import Access, Guard, token_from_environment
@@ -83,7 +84,9 @@ async def running(
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
-    front = HttpFront(service, Guard(access), limits, public_routes(service, registry, live))  # type: ignore[arg-type]
+    held = Held(limits.held_bytes)
+    public = public_routes(service, registry, live)
+    front = HttpFront(service, Guard(access), limits, public, held=held)  # type: ignore[arg-type]
     responses.append(front.responses)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(_listening(front, access, ports.http, limits))
@@ -94,7 +97,7 @@ async def running(
             manager = HttpFront(service, Guard(inside), limits, routes, inference=False)  # type: ignore[arg-type]
             management = await stack.enter_async_context(_listening(manager, inside, ports.management, limits))
         if ports.grpc is not None:
-            servicer = InferenceRpc(service, Guard(access), limits)
+            servicer = InferenceRpc(service, Guard(access), limits, held)
             rpc = await stack.enter_async_context(_listening_rpc(servicer, access, ports.grpc, limits))
         if ports.management_grpc is not None:
             managing = ManagementRpc(service, Guard(inside), limits)

@@ -59,16 +59,22 @@ class Service:
 
     # ---- inference
 
-    async def infer(self, served: Served, call: InferenceCall, traceparent: str = "") -> Answer:
-        """Runs one call on a model. Raises Refusal for every outcome but an answer."""
+    async def infer(
+        self, served: Served, call: InferenceCall, traceparent: str = "", arrived: float | None = None
+    ) -> Answer:
+        """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
+
+        Raises Refusal for every outcome but an answer.
+        """
         if self.state is not State.SERVING or not served.engine.running:
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
         self.in_flight += 1
         self._idle.clear()
-        began = time.monotonic()
+        now = time.monotonic()
+        began = now if arrived is None else arrived
         outcome = Outcome.CANCELLED
         try:
-            result, unmet = await _run(served, call)
+            result, unmet = await _run(served, call, now - began)
             outcome = result.outcome
             if outcome is not Outcome.ANSWERED:
                 raise _refusal(outcome, result.reason, result.retry_after)
@@ -143,9 +149,11 @@ def servable(served: Served) -> bool:
     return any(view.up for view in served.engine.servers.values())
 
 
-async def _run(served: Served, call: InferenceCall) -> "tuple[InferenceResult, str]":
+async def _run(served: Served, call: InferenceCall, waited: float) -> "tuple[InferenceResult, str]":
     """The engine's result, and which constraint was given up because the client preferred an answer."""
     asked = call.asked
+    if asked.deadline is not None:
+        asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
     result = await _ask(served, call, asked)
     if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
         if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest

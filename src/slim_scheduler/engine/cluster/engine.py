@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+from ray.exceptions import RayTaskError
 
 from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.dispatcher import Dispatcher
@@ -24,6 +25,7 @@ from slim_scheduler.engine.cluster.seam import DirectSeam, Seam
 from slim_scheduler.engine.device import Device
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.host import DISPATCHER, StepRecorder
+from slim_scheduler.engine.live_server import reason
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.model.protocol import SlimmableModel
 
@@ -74,8 +76,13 @@ class ClusterEngine(SlimEngine):
         """Places one more server and takes it into service, while traffic runs. Raises ConfigError for a known name."""
         if server.name in self._host.remotes or server.name == DISPATCHER:
             raise ConfigError(f"server {server.name} is there already; choose another name")
-        self.config = msgspec.structs.replace(self.config, servers=(*self.config.servers, server))
-        await self._join(server)
+        before = self.config
+        self.config = msgspec.structs.replace(before, servers=(*before.servers, server))
+        try:
+            await self._join(server)
+        except BaseException:
+            self.config = before
+            raise
 
     async def remove_server(self, name: ServerName, grace_s: Seconds = 10.0) -> None:
         """Drains a server, then takes it out. What it has not finished in `grace_s` is run elsewhere."""
@@ -121,6 +128,9 @@ class ClusterEngine(SlimEngine):
                 f"not every server was placed and warm within {START_LIMIT:g} s; they ask for {asked}, and the cluster "
                 f"has {self._session.has()}; start Ray on more machines, or change num_gpus and resources"
             ) from None
+        except RayTaskError as error:  # a device that is not there, a budget that it does not have
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise ConfigError(f"a server of {', '.join(server.name for server in servers)}: {reason(cause)}") from None
 
     def _remote(self, knobs: ServerConfig) -> RemoteServer:
         arguments = (self.config, knobs.name, self.shape, self.profiles)

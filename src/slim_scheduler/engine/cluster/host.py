@@ -70,9 +70,8 @@ class ClusterHost(Host):
         self.remotes |= {server.name: server for server in servers}
         for server in servers:
             server.hear = self._hear
-        peers = self._peers()
         try:
-            await asyncio.gather(*[server.begin(peers) for server in servers])
+            await asyncio.gather(*[server.begin(self._peers) for server in servers])
         except BaseException:
             for server in servers:
                 del self.remotes[server.name]
@@ -120,7 +119,7 @@ class ClusterHost(Host):
                 await server.listen()
             except (RayError, LifeOverError) as error:
                 self.tell_dispatcher(ServerLeft(server.name, reason(error)))
-            if await server.revive(self._peers()):
+            if await server.revive(self._peers):
                 self._introduce(server)
 
     def _introduce(self, newcomer: RemoteServer) -> None:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from slim_scheduler.engine.cluster.wire import Ask, Parcel, Rows, Step, Told, cu
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.live_server import LiveServer
 
+FETCHERS = 64  # threads, made when they are needed: as many blocks of one task as a server has credit for
 FETCH_TIMEOUT: Seconds = 1.0  # for another server's outputs; below the dispatcher's loss grace of 2 s
 
 # Arrays that Ray hands out lie in its shared memory, read-only. So are rows here: segments never write to their input.
@@ -79,6 +81,8 @@ class ServerLife:
         self._events: deque[ServerEvent] = deque()
         self._delivering = False
         self._fetching: set[asyncio.Task[None]] = set()
+        # Of their own: those that wait for a silent server must keep nobody waiting but each other.
+        self._fetchers = ThreadPoolExecutor(FETCHERS, "slim-fetch")
         self._steps: list[Step] = []
         self._told = 0
         self._news = asyncio.Event()
@@ -96,6 +100,7 @@ class ServerLife:
         self._timers.stop()
         for fetching in self._fetching:
             fetching.cancel()
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
         await self._server.executor.stop()
 
     # ---- from the router
@@ -193,7 +198,8 @@ class ServerLife:
         if home in self._peers:
             # Dead or silent: the items begin again, which is the dispatcher's decision.
             with contextlib.suppress(RayError, TimeoutError):
-                found, rows = await asyncio.to_thread(self._rows_from, home, wanted)
+                loop = asyncio.get_running_loop()
+                found, rows = await loop.run_in_executor(self._fetchers, self._rows_from, home, wanted)
         lost = {task.task_id for task, _ in wanted}
         place = {source: row for row, source in enumerate(found)}
         for task, source in wanted:

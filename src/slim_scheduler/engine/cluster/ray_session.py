@@ -6,6 +6,8 @@ Actors belong to the connection and never outlive it.
 
 import logging
 import os
+import signal
+import threading
 from typing import Any
 
 import ray
@@ -47,6 +49,7 @@ class RaySession:
             options |= {"_system_config": NICENESS}
             # This machine plays every machine that the servers ask for.
             options |= {"resources": {name: 1e6 for server in self._servers for name in server.resources}}
+        before = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(self._address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -54,6 +57,8 @@ class RaySession:
                 f"cluster.address is {self._address!r}, but no Ray cluster answers there "
                 f"({str(error).splitlines()[0]}); start one with `ray start --head`, or set it to local"
             ) from None
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)  # Ray's own leaves at once: nothing drained, nothing written
         self._share()
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class RemoteServer:
 
     # ---- lives
 
-    async def begin(self, peers: Mapping[ServerName, Any]) -> None:
+    async def begin(self, peers: Callable[[], Mapping[ServerName, Any]]) -> None:
         """Starts the next life. Waits until Ray has found a place for the actor. Raises RayError."""
         self._offset.clear()
         for _ in range(CLOCK_EXCHANGES):
@@ -74,11 +74,11 @@ class RemoteServer:
             self._offset.add(sent, there, there, self._clock.now())
         self.incarnation += 1
         birth = Birth(self.incarnation, self._offset.offset, self._log)
-        self.place = await asyncio.wait_for(self.actor.begin.remote(birth, self._model, dict(peers)), BEGIN_LIMIT)
+        self.place = await asyncio.wait_for(self.actor.begin.remote(birth, self._model, dict(peers())), BEGIN_LIMIT)
         forgotten = partial(self._forgotten, self.name)
         self._talk = Conversation(self.actor, self._clock, self._offset, forgotten, self._heard, self._hung_limit)
 
-    async def revive(self, peers: Mapping[ServerName, Any]) -> bool:
+    async def revive(self, peers: Callable[[], Mapping[ServerName, Any]]) -> bool:
         """Begins a new life, however long it takes. True if it is in another actor, which the peers must meet."""
         moved = False
         while True:
