@@ -41,13 +41,14 @@ NOT_NEGATIVE = {
     "faults": "at_s",
     "training": "value_coef entropy_coef warm_start_decisions imposed_delay backlog_s",
 }
+# Likewise, from 0 to 1
+SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}
+# Resources that a server does not ask for by name
 RAYS_OWN = {
     "CPU": "servers take none of Ray's CPUs; leave it out",
     "GPU": "say num_gpus instead",
     "memory": "vram_budget_gib bounds a server's memory",
 }
-# Likewise, from 0 to 1
-SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}
 
 
 def check(config: Config) -> None:

@@ -235,9 +235,9 @@ class Dispatcher:
     # ---- results
 
     def _collect(self, event: BatchReported, now: Seconds) -> None:
-        seconds = event.finished - event.started
         self._admission.worked(len(event.tasks), now)
         share = None if event.energy_j is None else event.energy_j / len(event.tasks)
+        seconds = event.finished - event.started
         width, server = (event.width,), (event.server,)
         items = self._ledger.items
         settled = self._fleet.settle_all(event.tasks)

@@ -23,7 +23,7 @@ from slim_scheduler.frontend.guard import Guard
 from slim_scheduler.frontend.intake import SHARE, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
-from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ LEAST_WAIT = 0.001  # seconds: below it nobody is late, and nothing is looked up
 LEAST_RETRY_AFTER = 0.1
 # Requests that need more than a body and an answer, or whose head is another one every time.
 NOT_LEARNT = frozenset((b"content-encoding", b"expect", b"traceparent", b"upgrade"))
-DEFECT = Refusal(Kind.INTERNAL, "a defect of the server; its log says more")
 
 
 class HttpFront:

@@ -35,6 +35,9 @@ class Refusal(SlimError):  # noqa: N818 - an outcome with a status, as Reply is
         self.retry_after = retry_after
 
 
+DEFECT = Refusal(Kind.INTERNAL, "a defect of the server; its log says more")
+
+
 def invalid(message: str) -> Refusal:
     """A refusal that only the client can mend."""
     return Refusal(Kind.INVALID, message)

@@ -32,7 +32,7 @@ from slim_scheduler.frontend.decode import (
 from slim_scheduler.frontend.encode import Answer, cost_of, labels_of, pack_strings
 from slim_scheduler.frontend.guard import Access, Guard
 from slim_scheduler.frontend.limits import Limits
-from slim_scheduler.frontend.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.service import Service
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ CODES = {
 }
 STREAM_DEPTH = 64  # requests of one stream in the engine at the same time
 STREAM_END = None
-DEFECT = "a defect of the server; its log says more"
 
 
 def rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
@@ -66,7 +65,7 @@ def rpc(method: Callable[[Any, Any, Context], Awaitable[Any]]) -> Callable[[Any,
             await context.abort(CODES.get(refusal.kind, grpc.StatusCode.INTERNAL), refusal.message)
         except Exception:
             log.exception("a defect of the server, in %s", method.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, DEFECT)
+            await context.abort(grpc.StatusCode.INTERNAL, DEFECT.message)
 
     return checked
 
@@ -178,7 +177,7 @@ class InferenceRpc(StateRpc):
             message = refusal.message
         except Exception:
             log.exception("a defect of the server, in ModelStreamInfer")
-            message = DEFECT
+            message = DEFECT.message
         response = pb.ModelInferResponse(id=request.id)
         return pb.ModelStreamInferResponse(error_message=message, infer_response=response)
 
