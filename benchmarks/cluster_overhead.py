@@ -178,7 +178,11 @@ def _config(address: str, width: float) -> Config:
     servers = [{"name": name, "device": "cpu", "vram_budget_gib": 2.0} for name in SERVERS]
     router = {"name": f"cost-model:{width}", "fallback": f"jsq:{width}"}
     network = {"latency_ms": 1.0, "mbps": 2000.0}  # about what Ray moves between two nodes of one machine
-    return config_from({"servers": servers, "router": router, "network": network, "cluster": {"address": address}})
+    dispatch = {"reentry": "oldest-item"}  # as in examples/ray: items then stay where they are also when saturated
+    cluster = {"address": address}
+    return config_from(
+        {"servers": servers, "router": router, "network": network, "dispatch": dispatch, "cluster": cluster}
+    )
 
 
 def _macs_per_s(model: SlimResNet, shape: ModelShape, width: float) -> float:

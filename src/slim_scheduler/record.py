@@ -47,7 +47,16 @@ _BLOCKS_COMMANDS = (
     m.UnloadInstance,
 )
 _CARRIED = (m.BatchReported, m.TasksReturned, m.ServerReported)
-_ALL_EVENTS = (*_BLOCKS_EVENTS, *_CARRIED, m.TimerFired, m.BlockArrived, m.CancelTasks, m.BatchDone, m.DeviceSampled)
+_ALL_EVENTS = (
+    *_BLOCKS_EVENTS,
+    *_CARRIED,
+    m.TimerFired,
+    m.BlockArrived,
+    m.CancelTasks,
+    m.BatchDone,
+    m.Resume,
+    m.DeviceSampled,
+)
 _ALL_COMMANDS = (*_BLOCKS_COMMANDS, m.SendBlock, m.CancelTasks, m.WakeAt)
 _KINDS: dict[Level, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "full": (_ALL_EVENTS, _ALL_COMMANDS),

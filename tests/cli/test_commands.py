@@ -138,9 +138,11 @@ def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[Non
         timer.cancel()
 
 
-def interrupted(number: signal.Signals, *arguments: str | Path, after: str = " 0 %") -> tuple[int, str]:
+def interrupted(
+    number: signal.Signals, *arguments: str | Path, after: str = " 0 %", with_children: bool = True
+) -> tuple[int, str]:
     """Starts `slim` as a shell script does in the background, with SIGINT ignored; sends it a signal once its progress
-    says `after`, and waits for its end."""
+    says `after`, to its children as well (as a terminal does) or not (as `kill` does), and waits for its end."""
     command = [sys.executable, "-m", "slim_scheduler", *map(str, arguments)]
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
     with (
@@ -153,7 +155,7 @@ def interrupted(number: signal.Signals, *arguments: str | Path, after: str = " 0
             line = process.stderr.readline()
             assert line, said
             said += line
-        os.killpg(process.pid, number)  # as a terminal does
+        (os.killpg if with_children else os.kill)(process.pid, number)
         said += process.stderr.read()
         return process.wait(), said
 

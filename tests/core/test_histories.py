@@ -20,6 +20,7 @@ from slim_scheduler.core.messages import (
     LoadInstance,
     Reply,
     RequestCancelled,
+    Resume,
     RouterTooSlow,
     SendBlock,
     ServerChanged,
@@ -116,13 +117,18 @@ class ServerHistory(RuleBasedStateMachine):
             self.tell(event)  # delivered twice
 
     @precondition(lambda self: self.batches)
-    @rule(gap=gaps, data=st.data(), how=st.sampled_from(["done", "done", "done", "out of memory", "error"]))
+    @rule(gap=gaps, data=st.data(), how=st.sampled_from(["done", "done", "pause", "out of memory", "error"]))
     def batch_ends(self, gap, data, how):
         self.now += gap
         batch_id = data.draw(st.sampled_from(sorted(self.batches)))
         self.batches.pop(batch_id)
         if how == "done":
             self.tell(BatchDone(batch_id))
+        elif how == "pause":
+            before = set(self.batches)
+            self.tell(BatchDone(batch_id, pause=True))
+            assert set(self.batches) == before, "a batch started in the pause"
+            self.tell(Resume())
         else:
             self.tell(BatchFailed(batch_id, how, out_of_memory=how == "out of memory"))
 

@@ -2,19 +2,22 @@
 
 import asyncio
 
-from slim_scheduler.core.messages import InstanceUnloaded, RequestCancelled
+import pytest
+
+from slim_scheduler.core.messages import InstanceUnloaded, RequestCancelled, Resume
 from slim_scheduler.machines import build_dispatcher, build_server
 from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
 
 from .live import SHAPE, Watch, config_of, engine_of, images
 
 
-async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path):
+@pytest.mark.parametrize(("reentry", "slowdown"), [("back", 2.0), ("oldest-item", 30.0)])
+async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reentry, slowdown):
     config = config_of(
-        ({}, {"slowdown": 2.0, "max_batch": 8}, {"slowdown": 4.0, "idle_unload_s": 0.05}),
+        ({}, {"slowdown": slowdown, "max_batch": 8}, {"slowdown": 4.0, "idle_unload_s": 0.05}),
         router={"name": "random", "fallback": "jsq:0.5", "groups": [1, 4, 16]},
         telemetry={"period_s": 0.02},
-        dispatch={"max_waiting_items": 150},
+        dispatch={"max_waiting_items": 150, "reentry": reentry},
     )
     recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
     watch = Watch()
@@ -36,6 +39,7 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path):
         await watch.until(lambda _, message: isinstance(message, InstanceUnloaded))
         live = engine.config
     assert watch.seen(RequestCancelled)
+    assert bool(watch.seen(Resume)) == (reentry == "oldest-item")
     recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router="random", seed=7))
 
     machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}

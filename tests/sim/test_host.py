@@ -71,6 +71,24 @@ def test_batches_gather_what_waits_while_the_device_is_busy(tmp_path: Path) -> N
     assert sizes == [8]
 
 
+@pytest.mark.parametrize(
+    ("dispatch", "network", "order"),
+    [
+        ({"reentry": "oldest-item"}, {}, [0, 1, 0, 1]),  # the older items are back before a younger batch starts
+        ({"reentry": "oldest-item"}, {"latency_ms": 1.0}, [0, 0, 1, 1]),  # too far away to wait for
+        ({"reentry": "back"}, {}, [0, 0, 1, 1]),
+    ],
+)
+def test_the_oldest_items_go_all_the_way_before_younger_ones(
+    tmp_path: Path, dispatch: dict[str, str], network: dict[str, float], order: list[int]
+) -> None:
+    requests = [Request(0, (0,), 0.1), Request(1, tuple(range(1, 9)), 1.0), Request(2, tuple(range(9, 17)), 1.001)]
+    config = small_cluster(tmp_path, dispatch=dispatch, network=network)
+    journal = run_requests(config, requests)
+    batches = [c.batch for now, c in journal.commands(StartBatch) if now > 0.9]
+    assert [batch.segment for batch in batches] == order
+
+
 def test_a_run_that_drains_ends_when_all_is_answered_but_not_before_its_duration(tmp_path: Path) -> None:
     config = small_cluster(tmp_path, workload={"rate": 400.0, "duration_s": 1.0})
     result = simulate(config, "jsq:0.5", 0, recorder=Journal())

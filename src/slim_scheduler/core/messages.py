@@ -188,8 +188,15 @@ class BlockArrived(Message, frozen=True, gc=False):
 
 
 class BatchDone(Message, frozen=True, gc=False):
+    """`pause`: start nothing yet, the batch's items may be back for their next segment at once; `Resume` follows."""
+
     batch_id: BatchId
     energy_j: Joules | None = None
+    pause: bool = False
+
+
+class Resume(Message, frozen=True, gc=False):
+    """What a batch's items do next is decided; the server goes on with what it has."""
 
 
 class BatchFailed(Message, frozen=True, gc=False):
@@ -264,6 +271,7 @@ ServerEvent = (
     BlockArrived
     | CancelTasks
     | BatchDone
+    | Resume
     | BatchFailed
     | InstanceReady
     | InstanceFailed

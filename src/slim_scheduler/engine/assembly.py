@@ -43,10 +43,11 @@ def live_server(
     device: Device | None = None,
     incarnation: int = 0,
     on_loop: bool = False,
+    oldest_first: bool = False,
 ) -> LiveServer:
     """One configured server, not yet started. `device`, where given, is used instead of the one configured.
 
-    `on_loop`: its brief batches may run on the event loop.
+    `on_loop`: its brief batches may run on the event loop. `oldest_first`: as `LiveServer`'s.
     """
     server = next(server for server in config.servers if server.name == name)
     scheduler = build_server(config, name, shape, incarnation)
@@ -62,7 +63,8 @@ def live_server(
     profile = (profiles or {}).get(name)
     power = profile.power if profile is not None and profile.power_source != "none" else None
     alone = sum(other.device == "cpu" for other in config.servers) == 1
-    return LiveServer(scheduler, executor, open_probe(server.device, power, alone), server.credit, shape.segments - 1)
+    probe = open_probe(server.device, power, alone)
+    return LiveServer(scheduler, executor, probe, server.credit, shape.segments, oldest_first)
 
 
 def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:

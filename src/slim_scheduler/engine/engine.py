@@ -319,6 +319,7 @@ class SlimEngine:
                 self._finished,
                 devices.get(server.name),
                 on_loop=len(self.config.servers) == 1,
+                oldest_first=self.config.dispatch.reentry == "oldest-item",
             )
             for server in self.config.servers
         }

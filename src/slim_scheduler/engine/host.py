@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from slim_scheduler.core.dispatcher import Dispatcher
 from slim_scheduler.core.messages import (
+    BatchDone,
     BatchReported,
     BlockArrived,
     CancelTasks,
@@ -24,6 +25,7 @@ from slim_scheduler.core.messages import (
     Message,
     Reply,
     RequestArrived,
+    Resume,
     RouterTooSlow,
     SendBlock,
     ServerEvent,
@@ -116,8 +118,12 @@ class Host:
     def finished(self, name: ServerName, job: Job) -> None:
         """A server's thread is done with a job."""
         server = self.servers[name]
-        self._events.append((name, server.finished(job, self.ledger, self.clock.now())))
+        event = server.finished(job, self.ledger, self.clock.now())
+        self._events.append((name, event))
         self._deliver()
+        if isinstance(event, BatchDone) and event.pause:
+            self._events.append((name, Resume()))
+            self._deliver()
 
     def _fire(self, machine: str) -> None:
         self._events.append((None if machine == DISPATCHER else machine, TimerFired()))  # type: ignore[arg-type]

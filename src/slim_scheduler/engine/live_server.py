@@ -16,7 +16,7 @@ from slim_scheduler.core.messages import (
     StartBatch,
     UnloadInstance,
 )
-from slim_scheduler.core.server.scheduler import ServerScheduler
+from slim_scheduler.core.server.scheduler import ServerScheduler, worth_a_pause
 from slim_scheduler.core.types import Bytes, Joules, Seconds
 from slim_scheduler.engine.activations import Ledger
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
@@ -24,10 +24,19 @@ from slim_scheduler.engine.probe import BusyMeter, Probe
 
 
 class LiveServer:
-    """`credit` is what the dispatcher may have outstanding here; `last_segment` is where outputs become answers."""
+    """`credit` is what the dispatcher may have outstanding here, `segments` the network's number of them.
+
+    `oldest_first`: the dispatcher decides about a batch's items as soon as it is done, the oldest first.
+    """
 
     def __init__(
-        self, scheduler: ServerScheduler, executor: Executor, probe: Probe, credit: int, last_segment: int
+        self,
+        scheduler: ServerScheduler,
+        executor: Executor,
+        probe: Probe,
+        credit: int,
+        segments: int,
+        oldest_first: bool = False,
     ) -> None:
         self.name = scheduler.name
         self.scheduler = scheduler
@@ -35,7 +44,8 @@ class LiveServer:
         self.credit = credit
         self._probe = probe
         self._meter = BusyMeter()
-        self._last_segment = last_segment
+        self._segments = segments
+        self._oldest_first = oldest_first
 
     @property
     def memory_used(self) -> Bytes:
@@ -46,7 +56,7 @@ class LiveServer:
         batch = command.batch
         tasks, rows = ledger.inputs(batch.tasks)
         self._meter.started(now)
-        self.executor.submit(BatchJob(batch, tasks, rows, to_host=batch.segment == self._last_segment))
+        self.executor.submit(BatchJob(batch, tasks, rows, to_host=batch.segment == self._segments - 1))
 
     def load(self, command: LoadInstance) -> None:
         self.executor.submit(LoadJob(command))
@@ -67,7 +77,8 @@ class LiveServer:
                     return BatchFailed(job.batch.batch_id, reason(job.error), job.out_of_memory)
                 if job.output is not None:
                     ledger.store(job.tasks, job.output)
-                return BatchDone(job.batch.batch_id, energy)
+                pause = self._oldest_first and worth_a_pause(job.batch, now, self._segments)
+                return BatchDone(job.batch.batch_id, energy, pause)
             case LoadJob():
                 if job.error is not None:
                     return InstanceFailed(job.load.instance, reason(job.error))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slim_scheduler.model.small_convolution import convolve_small, is_small
+
 STANDARDIZE_EPS = 1e-4  # against a filter that is constant; far below any trained filter's sum of squares
 NORM_EPS = 1e-5
 
@@ -62,6 +64,8 @@ def standardize(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    if is_small(x, weight, stride):
+        return convolve_small(x, weight, stride)
     return functional.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 
 

@@ -96,11 +96,12 @@ PRESETS = {
                 blocks=(1, 1, 1, 1), stem_channels=32, stem_scales=False, pooling="mean+max", logit_scale=0.3
             ),
             recipe=Recipe(
-                epochs=14,
+                epochs=60,
                 batch=256,
                 muon_lr=0.06,
                 sgd_lr=0.2,
-                sizes=((0.0, 16), (0.25, 24), (0.66, 32)),
+                sizes=((0.0, 16), (0.15, 24), (0.6, 32)),
+                cutout=0.25,
                 held_out=0.05,
                 weights_dtype="float16",
             ),

@@ -131,12 +131,14 @@ class Simulation:
         self._absorbed: DispatcherEvent | None = None
         self._view: View | None = None
         self.servers: dict[ServerName, SimulatedServer] = {}
+        near = config.dispatch.reentry == "oldest-item" and config.network.latency_ms == 0
+        pause_before = shape.segments if near else 0
         streams = run_rng(seed, "devices").spawn(len(config.servers))
         for knobs, stream in zip(config.servers, streams, strict=True):
             device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
             build = _builder(config, knobs.name, shape)
             self.servers[knobs.name] = SimulatedServer(
-                knobs.name, device, build, self.agenda, recorder, self._from_server
+                knobs.name, device, build, self.agenda, recorder, self._from_server, pause_before
             )
         self._perform: dict[type, Callable[[Any], None]] = {
             SendBlock: self._send_block,

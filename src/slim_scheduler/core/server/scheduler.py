@@ -21,6 +21,7 @@ from slim_scheduler.core.messages import (
     InstanceReady,
     InstanceUnloaded,
     LoadInstance,
+    Resume,
     ServerCommand,
     ServerEvent,
     ServerReported,
@@ -38,6 +39,7 @@ from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Sec
 
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
+WORTH_A_PAUSE: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
 
 # segment, requested width, previous width, exact
 Key = tuple[int, Width, Width | None, bool]
@@ -55,6 +57,15 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     max_concurrent_batches: int = 1
     max_upgrade: float | None = None
     priority_aging: Seconds = 1.0
+
+
+def worth_a_pause(batch: Batch, now: Seconds, segments: int) -> bool:
+    """Whether the next batch should wait until this one's items are back, where that is at once.
+
+    With `reentry = "oldest-item"`. Otherwise a younger batch always slips in between, two batches take turns segment
+    by segment, and the older ends nearly as late as the younger: 1.2 times the mean and p99 latency near saturation.
+    """
+    return batch.segment < segments - 1 and now - batch.started >= WORTH_A_PAUSE
 
 
 class ServerScheduler:
@@ -102,7 +113,10 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, commands)
-        self._start_batches(now, commands)
+            case Resume():
+                pass
+        if not (isinstance(event, BatchDone) and event.pause):
+            self._start_batches(now, commands)
         self._arm(commands)
         return commands
 
