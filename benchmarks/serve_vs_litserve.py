@@ -3,8 +3,8 @@
 Both servers take turns under load, so that what else the machine does falls on both; the one whose turn it is not is
 stopped (SIGSTOP), because an idle LitServe still takes a seventh of a core. Closed loop
 with 32 connections gives requests per second (medians over the rounds); open loop at 80 % of LitServe's peak gives
-the p99. The smallest network shows overhead, the CIFAR-100 network at width 1 shows compute. Last, our server at
-twice its peak.
+the p99. The smallest network shows overhead, the CIFAR-100 network at width 1 shows compute. Each of ours, and the
+demo's three unequal servers, also runs at twice its peak.
 """
 
 import asyncio
@@ -25,18 +25,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import uvloop
 
 from slim_scheduler.client import Constraints, infer_body
 from slim_scheduler.client_wire import request_head
+from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.load import HttpSender, LoadResult, Tally, closed_loop, open_loop, payloads, result_of
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
+
+T = TypeVar("T")
 
 CONNECTIONS = 32
 # Where computing decides, larger batches keep requests waiting for each other.
@@ -63,17 +67,27 @@ name = "jsq:{width}"
 """
 
 
+class Server(NamedTuple):
+    """A running server; `group` is its process group."""
+
+    port: int
+    group: int
+
+
 def run() -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         results |= _compare("smallest", Path("models/digits"), 0.25, Path(folder))
         results |= _compare("cifar100", _cifar100(Path(folder)), 1.0, Path(folder))
+    digits = Path("models/digits")
+    with _served(Path("examples/demo/cluster.toml")) as cluster:
+        results |= _overload("demo", cluster, checkpoint.load_manifest(digits).shape, _images(digits), 200.0)
     return results
 
 
 def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, dict[str, Any]]:
     shape = checkpoint.load_manifest(model).shape
-    images = payloads(list(shape.item_shape), 1, "FP32", np.random.default_rng(0))
+    images = _images(model)
     rows: dict[str, dict[str, Any]] = {}
     with _ours(model, width, folder, MAX_BATCH[name]) as ours, _litserve(model, width, MAX_BATCH[name]) as theirs:
         our_requests, their_requests = (
@@ -99,28 +113,47 @@ def _compare(name: str, model: Path, width: float, folder: Path) -> dict[str, di
             their_p99 / our_p99, our_p99, their_p99, f"ms at {rate:.0f}/s, open loop (above 1: ours is lower)",
             1.0,
         ) | {"generator_lag_p99_ms": [round(a.generator_lag_s["p99"] * 1e3, 2) for a, _ in tails]}  # fmt: skip
-    rows |= _overload(name, model, width, folder, images, our_peak)
+    with _ours(model, width, folder, MAX_BATCH[name]) as server:
+        rows |= _overload(name, server, shape, images, max(100.0, 8e3 * CONNECTIONS / our_peak))
     return rows
 
 
 def _overload(
-    name: str, model: Path, width: float, folder: Path, images: list[Any], peak: float
+    name: str, server: Server, shape: ModelShape, images: list[Any], deadline_ms: float
 ) -> dict[str, dict[str, Any]]:
-    """Goodput at twice the peak, under a deadline that the peak keeps; how long a refusal takes."""
-    deadline_ms = max(100.0, 8e3 * CONNECTIONS / peak)
-    shape = checkpoint.load_manifest(model).shape
-    with _ours(model, width, folder, MAX_BATCH[name]) as server:
-        requests = _our_requests(server.port, shape.name, images, Constraints(deadline_ms=deadline_ms))
-        at_peak = _turn(server, _closed, requests, deadline_ms)
-        beyond = _turn(server, _open, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
+    """Goodput at twice the peak, under a deadline that the peak keeps; how long a refusal takes; memory."""
+    requests = _our_requests(server.port, shape.name, images, Constraints(deadline_ms=deadline_ms))
+    process = psutil.Process(server.group)
+    at_peak = _turn(server, _closed, requests, deadline_ms)
+    memory = process.memory_info().rss
+    beyond = _turn(server, _open, requests, OVERLOAD * at_peak.throughput_items_s, deadline_ms)
+    grown = process.memory_info().rss - memory
+    brief = _turn(server, _refused_within, "0.01")
     good = beyond.goodput_items_s / at_peak.goodput_items_s
     unit = f"items/s answered within {deadline_ms:.0f} ms, at twice the peak against at the peak"
     row = _row(good, beyond.goodput_items_s, at_peak.goodput_items_s, unit, 0.8)
     refusal = beyond.refusal_s
     row["refused"] = beyond.refused
     row["refusal_ms"] = {key: round(refusal[key] * 1e3, 2) for key in ("p50", "p99") if key in refusal}
+    row["refused_within_10_ms_in_the_server"] = round(brief, 4)
+    row["memory_grown_mib"] = round(grown / 2**20, 1)
     row["generator_lag_p99_ms"] = round(beyond.generator_lag_s["p99"] * 1e3, 2)
     return {f"serve_overload_goodput_{name}": row}
+
+
+def _refused_within(port: int, seconds: str) -> float:
+    """The share of refusals that took the server at most so long, from its metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    within, total = (
+        sum(map(float, re.findall(rf'^slim_request_seconds_bucket{{le="{bound}".*"rejected"}} (.*)', text, re.M)))
+        for bound in (re.escape(seconds), re.escape("+Inf"))
+    )
+    return within / total
+
+
+def _images(model: Path) -> list[Any]:
+    return payloads(list(checkpoint.load_manifest(model).shape.item_shape), 1, "FP32", np.random.default_rng(0))
 
 
 # ---- load
@@ -140,11 +173,10 @@ def _load(
     async def main() -> LoadResult:
         sender = HttpSender("127.0.0.1", port, requests, CONNECTIONS if rate is None else 512)
         tally = Tally()
-        start = time.perf_counter()
         if rate is None:
-            await closed_loop(sender.send, CONNECTIONS, WARMUP_S + seconds, tally)
+            start = await closed_loop(sender.send, CONNECTIONS, WARMUP_S + seconds, tally)
         else:
-            await open_loop(sender.send, rate, WARMUP_S + seconds, np.random.default_rng(1), tally)
+            start = await open_loop(sender.send, rate, WARMUP_S + seconds, np.random.default_rng(1), tally)
         await sender.close()
         callers = CONNECTIONS if rate is None else None
         result = result_of(f"port {port}", rate, callers, 1, seconds, start + WARMUP_S, deadline_ms, tally)
@@ -178,14 +210,7 @@ def _their_requests(port: int, images: list[Any]) -> list[bytes]:
 # ---- servers
 
 
-class Server(NamedTuple):
-    """A running server; `group` is its process group."""
-
-    port: int
-    group: int
-
-
-def _turn(server: Server, load: Callable[..., LoadResult], *arguments: Any) -> LoadResult:
+def _turn(server: Server, load: Callable[..., T], *arguments: Any) -> T:
     """A load on a server that runs only for it."""
     os.killpg(server.group, signal.SIGCONT)
     try:
@@ -198,6 +223,12 @@ def _turn(server: Server, load: Callable[..., LoadResult], *arguments: Any) -> L
 def _ours(model: Path, width: float, folder: Path, batch: int) -> Iterator[Server]:
     file = folder / "cluster.toml"
     file.write_text(CONFIG.format(model=model, width=width, batch=batch))
+    with _served(file) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _served(file: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "slim_scheduler", "serve", "-c", str(file), "--port", "0", "--grpc-port", "-1"]
     with _process(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()

@@ -10,7 +10,7 @@ import torch
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.types import Batch, Task
 from slim_scheduler.engine.device import CpuDevice
-from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
+from slim_scheduler.engine.executor import BRIEF, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
 
 from .live import NETWORK, SHAPE, images
 
@@ -151,3 +151,19 @@ async def test_loads_do_not_wait_for_a_running_batch():
         assert (await batch).error is None
         assert (await desk.submit(UnloadJob(2))).error is None
         assert desk.executor.instances == 1
+
+
+def test_a_batch_is_brief_where_its_like_was_brief():
+    brief = Brief()
+    one, some, many, full = (batch_job(images(size)) for size in (1, 17, 20, 32))
+    assert not brief.expects(many.batch), "nothing is known"
+    one.busy = 0.6 * BRIEF
+    brief.ran(one)
+    assert brief.expects(one.batch) and not brief.expects(many.batch), "a small one says nothing of a large one"
+    many.busy = 0.9 * BRIEF
+    brief.ran(many)
+    brief.ran(one)
+    assert brief.expects(some.batch) and brief.expects(full.batch)
+    many.error = RuntimeError("out of order")
+    brief.ran(many)
+    assert not brief.expects(full.batch) and brief.expects(one.batch)

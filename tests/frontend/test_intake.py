@@ -1,6 +1,7 @@
 """Known requests wait for a process that has no time, and are taken at once by one that has."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -38,9 +39,9 @@ class Taken:
         self.ends.append(asyncio.get_running_loop().create_future())
         return self.ends[-1]
 
-    def answer(self, count: int) -> None:
-        for end in self.ends[:count]:
-            end.set_result(None)
+    def answer(self, first: int, end: int) -> None:
+        for future in self.ends[first:end]:
+            future.set_result(None)
 
     def put(self, count: int) -> None:
         for number in range(count):
@@ -96,11 +97,27 @@ async def test_a_loop_that_never_idles_holds_back_until_answers_are_out(clocks):
     await turns(clocks, share=0.95)
     assert taken.numbers == list(range(IN_HAND))
     assert taken.intake.wait() > WINDOW
-    taken.answer(10)
+    taken.answer(0, AT_ONCE - 1)
     await turns(clocks, share=0.95)
-    assert taken.numbers == list(range(IN_HAND + 10))
+    assert taken.numbers == list(range(IN_HAND)), "a batch that is not full takes as long"
+    taken.answer(AT_ONCE - 1, AT_ONCE)
+    await turns(clocks, share=0.95)
+    assert taken.numbers == list(range(IN_HAND + AT_ONCE))
     await turns(clocks, share=0.3)
     assert taken.numbers == list(range(200))
+
+
+async def test_who_holds_back_goes_on_when_a_batch_ends_without_a_pause(clocks):
+    taken = Taken()
+    clocks.pass_by(1.5 * WINDOW, 0.95)
+    taken.put(200)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert taken.numbers == list(range(IN_HAND))
+    taken.answer(0, AT_ONCE)
+    for _ in range(3):
+        await asyncio.sleep(0)  # turns of the loop, far shorter than PAUSE
+    assert taken.numbers == list(range(IN_HAND + AT_ONCE))
 
 
 async def test_a_loop_with_time_takes_all_however_long_servers_take(clocks):
@@ -118,21 +135,30 @@ class Client:
     def __init__(self) -> None:
         self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def answer_known(self, status: int, fields: Any, body: bytes) -> None:
-        self.answered.set_result(status)
+    def answer_known(self, answer: bytes) -> None:
+        self.answered.set_result(int(answer.split(b" ", 2)[1]))
 
     def serve(self, inference: Any) -> asyncio.Task[None]:
         return asyncio.create_task(inference)
 
 
-@pytest.fixture
-async def service() -> AsyncIterator[Service]:
-    tree = {"model": {"path": str(ROOT / "models/digits")}, "servers": [{"name": "a", "device": "cpu"}]}
-    config = config_from(tree | {"router": {"name": "jsq:0.25"}})
+@contextlib.asynccontextmanager
+async def serving(slowdown: float) -> AsyncIterator[Service]:
+    server = {"name": "a", "device": "cpu", "slowdown": slowdown}
+    tree = {"model": {"path": str(ROOT / "models/digits")}, "servers": [server], "router": {"name": "jsq:0.25"}}
+    config = config_from(tree)
     made = Service(Repository(config, lambda config, observer: SlimEngine.from_config(config, recorder=observer)))
     await made.start()
-    yield made
-    await made.drain(5.0)
+    try:
+        yield made
+    finally:
+        await made.drain(5.0)
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with serving(1.0) as made:
+        yield made
 
 
 async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(service, images):
@@ -157,6 +183,33 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
     for unit, size in (("requests", 1), ("items", 2)):
         found = {outcome: count / size for outcome, count in counts[unit].items() if count}
         assert found == {"received": 10, "answered": 8, "rejected": 2}
+
+
+@pytest.mark.timeout(60)
+async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_is_decoded(images):
+    nothing: Any = None
+
+    async with serving(20.0) as slow:
+        front = HttpFront(slow, nothing, Limits(), nothing)
+        engine = slow.repository.served["digits"].engine
+
+        def ask(deadline_ms: float | None) -> asyncio.Future[int]:
+            body, length = infer_body(images[:1], Constraints(deadline_ms=deadline_ms))
+            client: Any = Client()
+            front.take_known(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
+            return client.answered
+
+        wishes = (1.0, 60_000.0, None)
+        await asyncio.gather(*map(ask, wishes))  # their JSON parts are known from here on
+        running: list[asyncio.Future[int]] = []
+        while engine.too_late(0.001) is None:  # until work waits, and the engine knows how long
+            running += [ask(None) for _ in range(32 if engine.fifo_length < 256 else 0)]
+            await asyncio.sleep(0.05)
+        received = engine.counts["requests"]["received"]
+        answers = list(map(ask, wishes))
+        assert [answer.done() for answer in answers] == [True, False, False]
+        assert engine.counts["requests"]["received"] == received, "the engine has not heard of it"
+        assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200]
 
 
 async def test_time_in_this_process_counts_towards_the_deadline(service, images):

@@ -100,6 +100,15 @@ class Dispatcher:
         return len(self._fifo)
 
     @property
+    def held_up(self) -> int:
+        """Tasks that were there at the last decision: no server had credit for them."""
+        return len(self._fifo) - self._fresh
+
+    def too_late(self, slack: Seconds, coming: int = 0) -> Seconds | None:
+        """How long work waits, if a request behind `coming` more items would be refused for a deadline in `slack`."""
+        return self._admission.too_late(slack, len(self._ledger.items) + coming) if self.held_up else None
+
+    @property
     def counts(self) -> dict[str, dict[str, int]]:
         return self._ledger.counts()
 
@@ -186,8 +195,7 @@ class Dispatcher:
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
-        waiting = len(self._fifo)
-        refusal = self._admission.refuse(request, waiting, waiting - self._fresh, len(self._ledger.items), now)
+        refusal = self._admission.refuse(request, len(self._fifo), self.held_up, len(self._ledger.items), now)
         if refusal is not None:
             self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
             return

@@ -280,6 +280,15 @@ class SlimEngine:
         return self._host.dispatcher.fifo_length
 
     @property
+    def held_up(self) -> int:
+        """Tasks that no server had credit for at the last decision."""
+        return self._host.dispatcher.held_up
+
+    def too_late(self, deadline_s: Seconds, coming: int = 0) -> Seconds | None:
+        """How long work waits, if a request that comes behind `coming` more items would be refused for its deadline."""
+        return self._host.dispatcher.too_late(deadline_s, coming)
+
+    @property
     def servers(self) -> dict[ServerName, ServerView]:
         """What the dispatcher knows of each server: credit, and its last report."""
         return self._host.dispatcher.servers

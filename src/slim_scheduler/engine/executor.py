@@ -55,18 +55,15 @@ class Brief:
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, float | None, float], tuple[int, Seconds]] = {}
+        self._last: dict[tuple[int, float | None, float, int], Seconds] = {}
         self._spent: Seconds = 0.0
 
     def expects(self, batch: Batch) -> bool:
-        size, seconds = self._last.get((batch.segment, batch.previous_width, batch.width), (1, BRIEF))
-        return seconds * max(1.0, len(batch.tasks) / size) < BRIEF
+        return self._last.get(_kind(batch, len(batch.tasks)), BRIEF) < BRIEF
 
     def ran(self, job: BatchJob) -> None:
-        batch = job.batch
         if job.tasks:
-            seconds = BRIEF if job.error is not None else job.busy
-            self._last[batch.segment, batch.previous_width, batch.width] = len(job.tasks), seconds
+            self._last[_kind(job.batch, len(job.tasks))] = BRIEF if job.error is not None else job.busy
 
     def turn_is_over(self, seconds: Seconds) -> bool:
         """Whether it is time to let the loop go round, after so many more seconds of batches."""
@@ -75,6 +72,11 @@ class Brief:
             return False
         self._spent = 0.0
         return True
+
+
+def _kind(batch: Batch, size: int) -> tuple[int, float | None, float, int]:
+    """Batches of one kernel and about one size: a small one says little of a large one, its fixed cost is the same."""
+    return batch.segment, batch.previous_width, batch.width, (size - 1).bit_length()
 
 
 @dataclass(slots=True)

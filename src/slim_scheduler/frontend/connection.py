@@ -8,7 +8,7 @@ all connections runs once a second, so none of it costs a timer per request.
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -139,14 +139,14 @@ class Connection(HttpToolsProtocol):
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def answer_known(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the answer, and goes on with what came meanwhile."""
+    def answer_known(self, answer: bytes) -> None:
+        """Writes the whole answer, and goes on with what came meanwhile."""
         self.inference = None
         self._known_in_hand = False
         if self.transport.is_closing():
             return
         self.server_state.total_requests += 1
-        self._write(status, fields, body)
+        self.transport.write(answer)
         self._idle_since = time.monotonic()
         if self._ends:
             self.transport.close()
@@ -160,13 +160,6 @@ class Connection(HttpToolsProtocol):
             self._ends = True
         else:
             super().shutdown()
-
-    def _write(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
-        parts = [STATUS_LINE[status]]
-        for name, value in fields:
-            parts += (name, b": ", value, b"\r\n")
-        parts += (b"\r\n", body)
-        self.transport.write(b"".join(parts))
 
     def respond(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> bool:
         """Writes the whole answer to the request in hand; False where only uvicorn's own way will do.
@@ -185,7 +178,7 @@ class Connection(HttpToolsProtocol):
         ):
             return False
         cycle.response_started = cycle.response_complete = True
-        self._write(status, fields, body)
+        self.transport.write(answer_bytes(status, fields, body))
         cycle.message_event.set()
         if self.pipeline:
             self.on_response_complete()
@@ -228,6 +221,15 @@ class Connection(HttpToolsProtocol):
             head += b"retry-after: 1\r\n"
         self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
         self.transport.close()
+
+
+def answer_bytes(status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """A whole answer, as it goes to the socket."""
+    parts = [STATUS_LINE[status]]
+    for name, value in fields:
+        parts += (name, b": ", value, b"\r\n")
+    parts += (b"\r\n", body)
+    return b"".join(parts)
 
 
 def connection_class(limits: Limits) -> type[Connection]:

@@ -6,17 +6,14 @@ that passed it before; every refusal becomes its status with `{"error": ...}`.
 
 import asyncio
 import logging
-import math
 import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
+from slim_scheduler.frontend.connection import Connection, answer_bytes
 from slim_scheduler.frontend.decode import Buffer, decode_infer
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
@@ -24,10 +21,8 @@ from slim_scheduler.frontend.intake import SHARE, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
+from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_full, refused_late
 from slim_scheduler.frontend.service import Service
-
-if TYPE_CHECKING:
-    from slim_scheduler.frontend.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +30,14 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-HeaderList = list[tuple[bytes, bytes]]
-Reply = tuple[int, HeaderList, bytes]  # status, fields, body
+HeaderList = list[Field]
 
 INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
 LEAST_WAIT = 0.001  # seconds: below it nobody is late, and nothing is looked up
-LEAST_RETRY_AFTER = 0.1
 # Requests that need more than a body and an answer, or whose head is another one every time.
 NOT_LEARNT = frozenset((b"content-encoding", b"expect", b"traceparent", b"upgrade"))
 
@@ -145,11 +137,12 @@ class HttpFront:
             reply = _compress(reply, head.headers, fields)
         return fields, reply
 
-    def take_known(self, connection: "Connection", head: InferHead, body: memoryview) -> None:
+    def take_known(self, connection: Connection, head: InferHead, body: memoryview) -> None:
         """A request whose head was served before, whole: refused at once, or it waits for its turn."""
         refusal = self._hopeless(head, body)
         if refusal is not None:
-            self._answer_known(connection, head, refusal)
+            self._count(Kind.UNAVAILABLE)
+            connection.answer_known(refusal)
             return
         try:
             self._held.take(len(body))
@@ -159,25 +152,28 @@ class HttpFront:
             self._queued[head.name] = self._queued.get(head.name, 0) + 1
             self._intake.put((connection, head, body))
 
-    def _hopeless(self, head: InferHead, body: memoryview) -> Reply | None:
-        """The refusal of who finds the queue full, or would be late behind those who wait here."""
+    def _hopeless(self, head: InferHead, body: memoryview) -> bytes | None:
+        """The refusal of who finds the queue full, or would be late behind those who wait here or in the engine."""
         served = self._service.repository.served.get(head.name)
         if served is None or not head.json_length:
             return None
-        waiting = served.engine.fifo_length + self._queued.get(head.name, 0)
-        limit = served.engine.config.dispatch.max_waiting_items
-        wait = self._intake.wait()
-        if waiting < limit and wait <= LEAST_WAIT:
+        engine, queued, wait = served.engine, self._queued.get(head.name, 0), self._intake.wait()
+        limit = engine.config.dispatch.max_waiting_items
+        if wait <= LEAST_WAIT and not engine.held_up:
             return None
         template = served.templates.find(bytes(body[: head.json_length]))
         if template is None:
             return None
         items = template.shape[0] if len(template.shape) > len(served.card.item_shape) else 1
         deadline = template.asked.deadline
-        if waiting + items > limit:
+        if engine.fifo_length + queued + items > limit:
             reply = refused_full(items, limit)
-        elif deadline is not None and wait > SHARE * deadline:
-            reply = refused_late(round(wait, 2), deadline)
+        elif deadline is None:
+            return None
+        elif wait > SHARE * deadline:
+            reply = refused_late("for this process", round(wait, 2), deadline)
+        elif (work := engine.too_late(deadline, queued)) is not None:
+            reply = refused_late("for the servers", round(work, 2), deadline)
         else:
             return None
         served.refused_early(items)
@@ -193,7 +189,7 @@ class HttpFront:
         task.add_done_callback(lambda _: self._held.give(len(body)))
         return task
 
-    async def _infer_known(self, connection: "Connection", head: InferHead, body: Buffer, arrived: float) -> None:
+    async def _infer_known(self, connection: Connection, head: InferHead, body: Buffer, arrived: float) -> None:
         """The same as `_infer`, without parser and guard."""
         try:
             fields, reply = await self._answer(head, body, arrived)
@@ -209,9 +205,9 @@ class HttpFront:
             answer = refused(DEFECT)
         self._answer_known(connection, head, answer)
 
-    def _answer_known(self, connection: "Connection", head: InferHead, answer: Reply) -> None:
+    def _answer_known(self, connection: Connection, head: InferHead, answer: Reply) -> None:
         status, fields, reply = answer
-        connection.answer_known(status, self._finish(status, fields.copy(), reply, head.headers), reply)
+        connection.answer_known(answer_bytes(status, self._finish(status, fields, reply, head.headers), reply))
 
     async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
         status, fields, body = refused(refusal)
@@ -227,38 +223,16 @@ class HttpFront:
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 
+    def _count(self, status: int) -> None:
+        self.responses[status] = self.responses.get(status, 0) + 1
+
     def _finish(self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes]) -> HeaderList:
         """Counts an answer, and adds the fields that every answer has."""
-        self.responses[status] = self.responses.get(status, 0) + 1
-        fields.append((b"content-length", b"%d" % len(body)))
+        self._count(status)
+        fields.append(content_length(body))
         if b"traceparent" in headers and (trace := _traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
         return fields
-
-
-@lru_cache(1024)
-def refused_full(items: int, limit: int) -> Reply:
-    message = f"the queue is full: {items} items came and the limit is {limit}"
-    return refused(Refusal(Kind.UNAVAILABLE, message, 1.0))
-
-
-@lru_cache(1024)
-def refused_late(wait: float, deadline: float) -> Reply:
-    """Beyond the peak, making a refusal is a part of the work: many are alike."""
-    message = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
-    return refused(Refusal(Kind.UNAVAILABLE, message, max(LEAST_RETRY_AFTER, wait)))
-
-
-def refused(refusal: Refusal) -> Reply:
-    """A refusal as an answer."""
-    fields: HeaderList = [JSON]
-    if refusal.kind is Kind.UNAVAILABLE:
-        fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
-    elif refusal.kind is Kind.UNAUTHENTICATED:
-        fields.append((b"www-authenticate", b"Bearer"))
-    elif refusal.kind is Kind.NO_METHOD:
-        fields.append((b"allow", b"POST"))
-    return int(refusal.kind), fields, msgspec.json.encode({"error": refusal.message})
 
 
 def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:

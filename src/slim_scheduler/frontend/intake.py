@@ -41,6 +41,7 @@ class Intake:
         self._take = take
         self._in_hand = 0
         self._waiting: deque[tuple[Seconds, Known]] = deque()
+        self._pause: asyncio.TimerHandle | None = None
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
 
@@ -55,21 +56,26 @@ class Intake:
 
     def _next(self) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
+        self._pause = None
         self._look()
-        room = min(AT_ONCE, IN_HAND - self._in_hand) if self._busy else AT_ONCE
-        for _ in range(min(room, len(waiting))):
+        if self._busy and self._in_hand > IN_HAND - AT_ONCE:
+            self._pause = loop.call_later(PAUSE, self._next)  # unless a batch ends before: full batches, none idle
+            return
+        for _ in range(min(AT_ONCE, len(waiting))):
             arrived, request = waiting.popleft()
             task = self._take(request, arrived)
             if task is not None:
                 self._in_hand += 1
                 task.add_done_callback(self._ended)
-        if waiting and room > 0:
+        if waiting:
             loop.call_soon(self._next)
-        elif waiting:
-            loop.call_later(PAUSE, self._next)
 
     def _ended(self, _: object) -> None:
         self._in_hand -= 1
+        if self._pause is not None and self._in_hand <= IN_HAND - AT_ONCE:
+            self._pause.cancel()
+            self._pause = None
+            asyncio.get_running_loop().call_soon(self._next)
 
     def _look(self) -> None:
         """Whether the loop's thread has worked for all of the last window."""

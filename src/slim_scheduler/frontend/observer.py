@@ -56,6 +56,7 @@ class Observer:
     def __init__(self) -> None:
         self.block_seconds: dict[Place, Histogram] = {}
         self.batch_size: dict[ServerName, Histogram] = {}
+        self.executions: dict[int, int] = {}  # by exact size
         self.decisions: dict[tuple[str, str], int] = {}
         self.fallbacks = 0
         self.suspensions = 0
@@ -114,7 +115,9 @@ class Observer:
         histogram = self.batch_size.get(machine)
         if histogram is None:
             histogram = self.batch_size[machine] = Histogram(SIZE_BOUNDS)
-        histogram.add(len(command.batch.tasks))
+        size = len(command.batch.tasks)
+        histogram.add(size)
+        self.executions[size] = self.executions.get(size, 0) + 1
 
     def _fell_back(self, command: RouterFellBack) -> None:
         if command.until is None:

@@ -214,7 +214,7 @@ def _statistics(served: Served) -> dict[str, Any]:
         if observer.recent
         else 0,
         "inference_count": items["answered"],
-        "execution_count": sum(sum(h.buckets) for h in observer.batch_size.values()),
+        "execution_count": sum(observer.executions.values()),
         "inference_stats": {
             "success": duration(requests["answered"], answered.total),
             "fail": duration(sum(sum(h.buckets) for h in failed), sum(h.total for h in failed)),
@@ -228,12 +228,7 @@ def _statistics(served: Served) -> dict[str, Any]:
 
 
 def _batch_statistics(served: Served) -> list[dict[str, Any]]:
-    """Executions by batch size, as far as the histogram's bounds tell."""
-    total: dict[int, int] = {}
-    for histogram in served.observer.batch_size.values():
-        for bound, count in zip(histogram.bounds, histogram.buckets, strict=False):
-            if count:
-                total[int(bound)] = total.get(int(bound), 0) + count
+    """Executions by batch size."""
     zero = {"count": 0, "ns": 0}
     return [
         {
@@ -242,5 +237,5 @@ def _batch_statistics(served: Served) -> list[dict[str, Any]]:
             "compute_infer": {"count": count, "ns": 0},
             "compute_output": zero,
         }
-        for size, count in sorted(total.items())
+        for size, count in sorted(served.observer.executions.items())
     ]
