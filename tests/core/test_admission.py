@@ -33,6 +33,13 @@ def test_what_would_be_late_is_refused_with_the_time_it_would_take():
     assert 0.1 <= retry_after <= 1.0
 
 
+def test_half_of_the_time_to_a_deadline_may_be_filled():
+    admission = Admission(SHAPE, 1000, None)
+    answered_for(admission, 1.0, waiting=5)
+    assert admission.too_late(1.0, 48) is None  # 0.48 s
+    assert admission.too_late(1.0, 52) is not None
+
+
 def test_work_without_a_deadline_is_taken_however_much_waits():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=5)

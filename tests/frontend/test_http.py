@@ -171,6 +171,10 @@ def test_repository_index_and_statistics(server, images):
         assert stats["inference_count"] >= 3
         assert stats["inference_stats"]["success"]["count"] >= 1
         assert stats["inference_stats"]["compute_infer"]["ns"] > 0
+        executions = {row["batch_size"]: row["compute_infer"]["count"] for row in stats["batch_stats"]}
+        assert sum(executions.values()) == stats["execution_count"]
+        segments = 4
+        assert sum(size * count for size, count in executions.items()) == segments * stats["inference_count"]
 
 
 def test_traceparent_is_carried_through(server, images):

@@ -45,7 +45,7 @@ class Taken:
 
     def put(self, count: int) -> None:
         for number in range(count):
-            self.intake.put((None, HEAD, memoryview(bytes((number,)))))
+            self.intake.put((None, HEAD, memoryview(bytes((number,))), 2))
 
 
 class Clocks:
@@ -97,27 +97,36 @@ async def test_a_loop_that_never_idles_holds_back_until_answers_are_out(clocks):
     await turns(clocks, share=0.95)
     assert taken.numbers == list(range(IN_HAND))
     assert taken.intake.wait() > WINDOW
-    taken.answer(0, AT_ONCE - 1)
-    await turns(clocks, share=0.95)
-    assert taken.numbers == list(range(IN_HAND)), "a batch that is not full takes as long"
-    taken.answer(AT_ONCE - 1, AT_ONCE)
+    assert taken.intake.items == 2 * (200 - IN_HAND)
+    taken.answer(0, AT_ONCE)
     await turns(clocks, share=0.95)
     assert taken.numbers == list(range(IN_HAND + AT_ONCE))
     await turns(clocks, share=0.3)
     assert taken.numbers == list(range(200))
+    assert taken.intake.items == 0
 
 
-async def test_who_holds_back_goes_on_when_a_batch_ends_without_a_pause(clocks):
+async def test_who_holds_back_goes_on_in_full_batches_when_one_ends(clocks):
     taken = Taken()
     clocks.pass_by(1.5 * WINDOW, 0.95)
     taken.put(200)
     for _ in range(10):
         await asyncio.sleep(0)
     assert taken.numbers == list(range(IN_HAND))
-    taken.answer(0, AT_ONCE)
-    for _ in range(3):
-        await asyncio.sleep(0)  # turns of the loop, far shorter than PAUSE
-    assert taken.numbers == list(range(IN_HAND + AT_ONCE))
+    for end in (AT_ONCE - 1, AT_ONCE):  # turns of the loop are far shorter than PAUSE
+        taken.answer(0 if end < AT_ONCE else end - 1, end)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert taken.numbers == list(range(IN_HAND + (AT_ONCE if end == AT_ONCE else 0)))
+
+
+async def test_long_requests_leave_room_for_others(clocks):
+    taken = Taken()
+    taken.put(IN_HAND // 2 + 1)
+    await turns(clocks, share=0.95)
+    taken.put(100)  # the first ones stay in hand
+    await turns(clocks, share=0.95)
+    assert taken.numbers[IN_HAND // 2 + 1 :] == list(range(IN_HAND // 2 - 1))
 
 
 async def test_a_loop_with_time_takes_all_however_long_servers_take(clocks):
@@ -189,27 +198,30 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
 async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_is_decoded(images):
     nothing: Any = None
 
-    async with serving(20.0) as slow:
+    async with serving(50.0) as slow:
         front = HttpFront(slow, nothing, Limits(), nothing)
         engine = slow.repository.served["digits"].engine
 
-        def ask(deadline_ms: float | None) -> asyncio.Future[int]:
-            body, length = infer_body(images[:1], Constraints(deadline_ms=deadline_ms))
+        def ask(deadline_ms: float | None, floor: float | None = None) -> asyncio.Future[int]:
+            body, length = infer_body(images[:1], Constraints(deadline_ms=deadline_ms, accuracy_floor=floor))
             client: Any = Client()
             front.take_known(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
             return client.answered
 
-        wishes = (1.0, 60_000.0, None)
-        await asyncio.gather(*map(ask, wishes))  # their JSON parts are known from here on
+        wishes = (1000.0, 60_000.0, None)
+        assert await ask(1000.0, floor=0.9999) == 400
+        assert await asyncio.gather(*map(ask, wishes)) == [200] * 3, "their JSON parts are known from here on"
         running: list[asyncio.Future[int]] = []
-        while engine.too_late(0.001) is None:  # until work waits, and the engine knows how long
+        while engine.too_late(1.0) is None:  # until work waits, and the engine knows how long
             running += [ask(None) for _ in range(32 if engine.fifo_length < 256 else 0)]
             await asyncio.sleep(0.05)
         received = engine.counts["requests"]["received"]
-        answers = list(map(ask, wishes))
-        assert [answer.done() for answer in answers] == [True, False, False]
+        answers = [*map(ask, wishes), ask(1000.0, floor=0.9999)]
+        assert [answer.done() for answer in answers] == [True, False, False, False]
         assert engine.counts["requests"]["received"] == received, "the engine has not heard of it"
-        assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200]
+        counted = slow.repository.served["digits"].counts()["requests"]
+        assert (counted["received"], counted["rejected"]) == (received + 1, 2), "and 400"
+        assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200, 400]
 
 
 async def test_time_in_this_process_counts_towards_the_deadline(service, images):

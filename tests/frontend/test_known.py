@@ -153,6 +153,6 @@ def test_heads_are_found_only_whole_and_alone_and_their_number_is_bounded():
 def test_the_number_of_templates_is_bounded():
     templates = Templates()
     for number in range(2 * MOST):
-        templates.learn(b"%d" % number, Template("FP32", [1, 1, 8, 8], NOTHING_ASKED, ()))
+        templates.learn(b"%d" % number, Template("FP32", [1, 1, 8, 8], NOTHING_ASKED, (), 1))
     assert len(templates._templates) <= MOST
     assert templates.find(b"%d" % (2 * MOST - 1)) is not None

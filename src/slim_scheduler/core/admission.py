@@ -89,23 +89,19 @@ class Admission:
             least, most = RETRY_AFTER_RANGE
             return reason, max(least, min(most, waiting / self._rate if self._rate else most))
         self._capacity.arrived(held_up)
-        if request.deadline is None or not held_up:
-            return None
-        slack = request.deadline - now
-        wait = self.too_late(slack, in_flight)
-        if wait is None:
-            return None
-        least, most = RETRY_AFTER_RANGE
-        reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
-        return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
+        return self.too_late(request.deadline - now, in_flight) if request.deadline is not None and held_up else None
 
-    def too_late(self, slack: Seconds, in_flight: int) -> Seconds | None:
-        """How long what was taken still takes, if that is too long for a deadline in `slack`; else None.
+    def too_late(self, slack: Seconds, in_flight: int) -> tuple[str, Seconds] | None:
+        """Why what has a deadline in `slack` is not taken while work is held up, and when to try again; None: take it.
 
         Work that would miss its deadline is not taken: beyond the peak, a FIFO would let all of it expire.
         """
         wait = self._capacity.wait(in_flight)
-        return None if wait is None or wait <= DEADLINE_SHARE * slack else wait
+        if wait is None or wait <= DEADLINE_SHARE * slack:
+            return None
+        least, most = RETRY_AFTER_RANGE
+        reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
+        return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
 
     def widths(self, segment: int, bounds: tuple[Constraints, WidthTuple] | None) -> tuple[Width, ...]:
         """The widths a decision may choose. `bounds` pairs the constraints with the widths that ran so far."""

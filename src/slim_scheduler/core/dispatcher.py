@@ -104,8 +104,9 @@ class Dispatcher:
         """Tasks that were there at the last decision: no server had credit for them."""
         return len(self._fifo) - self._fresh
 
-    def too_late(self, slack: Seconds, coming: int = 0) -> Seconds | None:
-        """How long work waits, if a request behind `coming` more items would be refused for a deadline in `slack`."""
+    def too_late(self, slack: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
+        """What a request with a deadline in `slack`, behind `coming` more items, would be refused with; None: it may
+        come."""
         return self._admission.too_late(slack, len(self._ledger.items) + coming) if self.held_up else None
 
     @property

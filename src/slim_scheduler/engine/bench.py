@@ -8,7 +8,7 @@ here.
 import asyncio
 import contextlib
 import selectors
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +61,20 @@ def bench(
     with runner, contextlib.suppress(KeyboardInterrupt):
         runner.run(run.run())
     return LiveRun(run.recorder, run.info(), run.arrivals)
+
+
+async def due(times: Sequence[Seconds], now: Callable[[], Seconds]) -> AsyncIterator[int]:
+    """The index of each time when it has come. Late ones follow each other, with a turn of the loop now and then.
+
+    A turn after each would offer less the slower the engine is, which lives on the same loop.
+    """
+    turned = now()
+    for i, time in enumerate(times):
+        wait = time - now()
+        if wait > 0.0 or now() - turned > LONGEST_STRETCH:
+            await asyncio.sleep(max(0.0, wait))
+            turned = now()
+        yield i
 
 
 class _Bench:
@@ -136,17 +150,11 @@ class _Bench:
         engine, arrivals = self._engine, self.arrivals
         deadline = self.config.workload.deadline_ms / 1e3 or None
         waiting: set[asyncio.Future[InferenceResult]] = set()
-        plan = zip(arrivals.times.tolist(), arrivals.first_item.tolist(), arrivals.sizes.tolist(), strict=True)
-        turned = self._started
-        for time, first, size in plan:
-            now = engine.now()
-            wait = self._started + time - now
-            # Even when late, give the loop a turn now and then: the engine lives on it.
-            if wait > 0.0 or now - turned > LONGEST_STRETCH:
-                await asyncio.sleep(max(0.0, wait))
-                turned = engine.now()
+        times, firsts, sizes = arrivals.times.tolist(), arrivals.first_item.tolist(), arrivals.sizes.tolist()
+        async for i in due([self._started + time for time in times], engine.now):
+            first, size = firsts[i], sizes[i]
             samples = arrivals.samples[first : first + size]
-            future = engine.submit(self._items[samples], deadline_s=deadline, arrival=self._started + time)
+            future = engine.submit(self._items[samples], deadline_s=deadline, arrival=self._started + times[i])
             waiting.add(future)
             future.add_done_callback(waiting.discard)
             future.add_done_callback(partial(self._note, first))

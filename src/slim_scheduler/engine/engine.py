@@ -284,8 +284,8 @@ class SlimEngine:
         """Tasks that no server had credit for at the last decision."""
         return self._host.dispatcher.held_up
 
-    def too_late(self, deadline_s: Seconds, coming: int = 0) -> Seconds | None:
-        """How long work waits, if a request that comes behind `coming` more items would be refused for its deadline."""
+    def too_late(self, deadline_s: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
+        """Why a request behind `coming` more items would be refused for its deadline, and when to try again."""
         return self._host.dispatcher.too_late(deadline_s, coming)
 
     @property

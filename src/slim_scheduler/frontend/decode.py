@@ -63,6 +63,7 @@ class InferenceCall(msgspec.Struct, frozen=True):
     request_id: str = ""
     asked: Asked = NOTHING_ASKED
     outputs: tuple[OutputForm, ...] = LOGITS_AS_JSON
+    lesson: tuple[bytes, Template] | None = None  # a JSON part and its meaning, to be kept once it was answered
 
 
 _BODY = msgspec.json.Decoder(InferBody)
@@ -79,7 +80,7 @@ def decode_infer(
 ) -> InferenceCall:
     """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none.
 
-    `templates` remembers JSON parts of this model.
+    `templates` are JSON parts of this model that were answered.
     """
     if json_length == 0:
         return InferenceCall(_raw_image(body, card, limits), outputs=LOGITS_AS_BYTES)
@@ -102,10 +103,11 @@ def decode_infer(
     image = _image(request, view, size, card, limits)
     parameters = request.parameters or {}
     asked, outputs = asked_of(parameters, card), _outputs(request, parameters)
-    if templates is not None and text and not request.id and size < len(body):
+    lesson = None
+    if text and not request.id and size < len(body):
         tensor = request.inputs[0]
-        templates.learn(text, Template(tensor.datatype, tensor.shape, asked, outputs))
-    return InferenceCall(image, request.id or "", asked, outputs)
+        lesson = text, Template(tensor.datatype, tensor.shape, asked, outputs, len(image))
+    return InferenceCall(image, request.id or "", asked, outputs, lesson)
 
 
 def image_from(

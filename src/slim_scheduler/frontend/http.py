@@ -10,19 +10,24 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from slim_scheduler.core.types import Seconds
 from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
 from slim_scheduler.frontend.connection import Connection, answer_bytes
 from slim_scheduler.frontend.decode import Buffer, decode_infer
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
-from slim_scheduler.frontend.intake import SHARE, Intake, Known
+from slim_scheduler.frontend.intake import IN_HAND, SHARE, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
-from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_full, refused_late
+from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early
 from slim_scheduler.frontend.service import Service
+
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import SlimEngine
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +65,7 @@ class HttpFront:
         self._limits = limits
         self._routes = routes
         self._held = held or Held(limits.held_bytes)
-        self._intake = Intake(self._serve_known)
-        self._queued: dict[str, int] = {}  # requests in the intake, by model
+        self._intakes: dict[str, Intake] = {}  # by model
         self.responses: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,6 +133,8 @@ class HttpFront:
         served = self._service.repository.find(head.name, head.version)
         call = decode_infer(body, head.json_length, served.card, self._limits, served.templates)
         answer = await self._service.infer(served, call, _traceparent(head.headers), arrived)
+        if call.lesson is not None:
+            served.templates.learn(*call.lesson)
         reply, json_length = encode_answer(call, answer, served.card)
         fields: HeaderList = [JSON]
         if json_length is not None:
@@ -139,49 +145,36 @@ class HttpFront:
 
     def take_known(self, connection: Connection, head: InferHead, body: memoryview) -> None:
         """A request whose head was served before, whole: refused at once, or it waits for its turn."""
-        refusal = self._hopeless(head, body)
-        if refusal is not None:
-            self._count(Kind.UNAVAILABLE)
-            connection.answer_known(refusal)
-            return
+        intake = self._intakes.get(head.name)
+        if intake is None:
+            intake = self._intakes[head.name] = Intake(self._serve_known, partial(self._most_in_hand, head.name))
+        served, items = self._service.repository.served.get(head.name), 1
+        template = None
+        if served is not None and head.json_length:
+            template = served.templates.find(bytes(body[: head.json_length]))
+        if served is not None and template is not None:
+            items = template.items
+            refusal = _hopeless(served.engine, template.asked.deadline, items, intake)
+            if refusal is not None:
+                served.refused_early(items)
+                self._count(Kind.UNAVAILABLE)
+                connection.answer_known(refusal)
+                return
         try:
             self._held.take(len(body))
         except Refusal as full:
             self._answer_known(connection, head, refused(full))
         else:
-            self._queued[head.name] = self._queued.get(head.name, 0) + 1
-            self._intake.put((connection, head, body))
+            intake.put((connection, head, body, items))
 
-    def _hopeless(self, head: InferHead, body: memoryview) -> bytes | None:
-        """The refusal of who finds the queue full, or would be late behind those who wait here or in the engine."""
-        served = self._service.repository.served.get(head.name)
-        if served is None or not head.json_length:
-            return None
-        engine, queued, wait = served.engine, self._queued.get(head.name, 0), self._intake.wait()
-        limit = engine.config.dispatch.max_waiting_items
-        if wait <= LEAST_WAIT and not engine.held_up:
-            return None
-        template = served.templates.find(bytes(body[: head.json_length]))
-        if template is None:
-            return None
-        items = template.shape[0] if len(template.shape) > len(served.card.item_shape) else 1
-        deadline = template.asked.deadline
-        if engine.fifo_length + queued + items > limit:
-            reply = refused_full(items, limit)
-        elif deadline is None:
-            return None
-        elif wait > SHARE * deadline:
-            reply = refused_late("for this process", round(wait, 2), deadline)
-        elif (work := engine.too_late(deadline, queued)) is not None:
-            reply = refused_late("for the servers", round(work, 2), deadline)
-        else:
-            return None
-        served.refused_early(items)
-        return reply
+    def _most_in_hand(self, name: str) -> int:
+        """What the servers have at a time, or two batches: more would wait in the engine, where refusing costs more."""
+        served = self._service.repository.served.get(name)
+        views = served.engine.servers.values() if served is not None else ()
+        return max(IN_HAND, sum(view.limit for view in views if view.up))
 
     def _serve_known(self, known: Known, arrived: float) -> asyncio.Future[None] | None:
-        connection, head, body = known
-        self._queued[head.name] -= 1
+        connection, head, body, _ = known
         if connection.gone:
             self._held.give(len(body))
             return None
@@ -233,6 +226,23 @@ class HttpFront:
         if b"traceparent" in headers and (trace := _traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
         return fields
+
+
+def _hopeless(engine: "SlimEngine", deadline: Seconds | None, items: int, intake: Intake) -> bytes | None:
+    """The refusal of who finds the queue full, or would be late behind those who wait in the intake or the engine."""
+    wait = intake.wait()
+    if wait <= LEAST_WAIT and not engine.held_up:
+        return None
+    limit = engine.config.dispatch.max_waiting_items
+    if engine.fifo_length + intake.items + items > limit:
+        return refused_early(f"the queue is full: {items} items came and the limit is {limit}", 1.0)
+    if deadline is None:
+        return None
+    if wait > SHARE * deadline:
+        reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
+        return refused_early(reason, wait)
+    late = engine.too_late(deadline, intake.items)
+    return None if late is None else refused_early(*late)
 
 
 def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:

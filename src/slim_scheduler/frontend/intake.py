@@ -19,26 +19,30 @@ if TYPE_CHECKING:
     from slim_scheduler.frontend.connection import Connection
 
 AT_ONCE = 32  # a full batch; more would keep answers and refusals waiting
-IN_HAND = 2 * AT_ONCE  # taken and not answered, where the loop is never idle: one batch runs, one is prepared
+IN_HAND = 2 * AT_ONCE  # taken and not answered, at least, where the loop is never idle: one batch runs, one is prepared
 BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
 WINDOW: Seconds = 0.02
 PAUSE: Seconds = 0.001
 SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
 
-# A request whose head is known: its connection, that head, and its body.
-Known = tuple["Connection", InferHead, memoryview]
+# A request whose head is known: its connection, that head, its body, and how many items it has.
+Known = tuple["Connection", InferHead, memoryview, int]
 # Begins one, that was read at a time of the monotonic clock.
 Take = Callable[[Known, Seconds], "asyncio.Future[None] | None"]
 
 
 class Intake:
-    """Known requests in the order in which they were read. Each connection has one at most, which bounds them.
+    """One model's known requests in the order in which they were read. Each connection has one at most, which bounds
+    them.
 
     `take` begins a request and returns what is done when it is answered, or None where nobody waits for it any more.
+    `most` is how many may be in hand while the loop is busy.
     """
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: Take, most: Callable[[], int] = lambda: IN_HAND) -> None:
+        self.items = 0  # of the requests that wait
         self._take = take
+        self._most = most
         self._in_hand = 0
         self._waiting: deque[tuple[Seconds, Known]] = deque()
         self._pause: asyncio.TimerHandle | None = None
@@ -49,20 +53,24 @@ class Intake:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
         self._waiting.append((time.monotonic(), request))
+        self.items += request[3]
 
     def wait(self) -> Seconds:
         """How long the first one has waited."""
         return time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
 
-    def _next(self) -> None:
+    def _next(self, paused: bool = False) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
         self._pause = None
         self._look()
-        if self._busy and self._in_hand > IN_HAND - AT_ONCE:
-            self._pause = loop.call_later(PAUSE, self._next)  # unless a batch ends before: full batches, none idle
+        room = min(AT_ONCE, self._most() - self._in_hand) if self._busy else AT_ONCE
+        if room <= 0 or (room < AT_ONCE and not paused):
+            # A batch that ends meanwhile makes room for a full one; where none does, the servers have more at a time.
+            self._pause = loop.call_later(PAUSE, self._next, True)
             return
-        for _ in range(min(AT_ONCE, len(waiting))):
+        for _ in range(min(room, len(waiting))):
             arrived, request = waiting.popleft()
+            self.items -= request[3]
             task = self._take(request, arrived)
             if task is not None:
                 self._in_hand += 1
@@ -72,7 +80,7 @@ class Intake:
 
     def _ended(self, _: object) -> None:
         self._in_hand -= 1
-        if self._pause is not None and self._in_hand <= IN_HAND - AT_ONCE:
+        if self._pause is not None and self._most() - self._in_hand >= AT_ONCE:
             self._pause.cancel()
             self._pause = None
             asyncio.get_running_loop().call_soon(self._next)

@@ -57,6 +57,7 @@ class Template(msgspec.Struct, frozen=True):
     shape: list[int]
     asked: Asked
     outputs: tuple[OutputForm, ...]
+    items: int
 
 
 class Templates:

@@ -1,4 +1,7 @@
-"""Answers to HTTP requests: refusals with their status and fields, and those that are alike, made once."""
+"""Refusals as answers to HTTP requests: status, fields and body.
+
+`HttpFront` calls it at the edge; what is refused, and why, was decided before.
+"""
 
 import math
 from functools import lru_cache
@@ -12,7 +15,6 @@ Field = tuple[bytes, bytes]
 Reply = tuple[int, list[Field], bytes]  # status, fields, body
 
 JSON = (b"content-type", b"application/json")
-LEAST_RETRY_AFTER = 0.1
 
 
 def content_length(body: bytes) -> Field:
@@ -32,17 +34,7 @@ def refused(refusal: Refusal) -> Reply:
 
 
 @lru_cache(1024)
-def refused_full(items: int, limit: int) -> bytes:
-    """Beyond the peak, making refusals is a part of the work, and many are alike: these are the whole answers."""
-    return _whole(Refusal(Kind.UNAVAILABLE, f"the queue is full: {items} items came and the limit is {limit}", 1.0))
-
-
-@lru_cache(1024)
-def refused_late(behind: str, wait: float, deadline: float) -> bytes:
-    message = f"requests wait about {wait * 1e3:.0f} ms {behind} and the deadline is in {deadline * 1e3:.0f} ms"
-    return _whole(Refusal(Kind.UNAVAILABLE, message, max(LEAST_RETRY_AFTER, wait)))
-
-
-def _whole(refusal: Refusal) -> bytes:
-    status, fields, body = refused(refusal)
+def refused_early(reason: str, retry_after: float) -> bytes:
+    """A whole answer. Beyond the peak, making refusals is a part of the work, and many are alike."""
+    status, fields, body = refused(Refusal(Kind.UNAVAILABLE, reason, retry_after))
     return answer_bytes(status, [*fields, content_length(body)], body)
