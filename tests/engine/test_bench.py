@@ -53,13 +53,13 @@ def test_the_same_seed_offers_the_same_items_to_every_router(model_dir):
 
 
 async def test_late_arrivals_come_together_and_leave_the_loop_its_turns():
-    time = 0.0
     offered = [0]  # in each turn of the loop
 
+    def now() -> float:
+        return sum(offered) * 1e-4  # taking one takes twice as long as there is between two
+
     async def offer() -> None:
-        nonlocal time
-        async for _ in due([i * 5e-5 for i in range(2000)], lambda: time):
-            time += 1e-4  # taking one takes twice as long as there is between two
+        async for _ in due([i * 5e-5 for i in range(2000)], now):
             offered[-1] += 1
 
     offering = asyncio.create_task(offer())

@@ -23,7 +23,7 @@ from slim_scheduler.frontend.intake import IN_HAND, SHARE, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
-from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early
+from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early, whole_seconds
 from slim_scheduler.frontend.service import Service
 
 if TYPE_CHECKING:
@@ -235,14 +235,14 @@ def _hopeless(engine: "SlimEngine", deadline: Seconds | None, items: int, intake
         return None
     limit = engine.config.dispatch.max_waiting_items
     if engine.fifo_length + intake.items + items > limit:
-        return refused_early(f"the queue is full: {items} items came and the limit is {limit}", 1.0)
+        return refused_early(f"the queue is full: {items} items came and the limit is {limit}", 1)
     if deadline is None:
         return None
     if wait > SHARE * deadline:
         reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
-        return refused_early(reason, wait)
+        return refused_early(reason, whole_seconds(wait))
     late = engine.too_late(deadline, intake.items)
-    return None if late is None else refused_early(*late)
+    return None if late is None else refused_early(late[0], whole_seconds(late[1]))
 
 
 def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:

@@ -22,7 +22,7 @@ AT_ONCE = 32  # a full batch; more would keep answers and refusals waiting
 IN_HAND = 2 * AT_ONCE  # taken and not answered, at least, where the loop is never idle: one batch runs, one is prepared
 BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
 WINDOW: Seconds = 0.02
-PAUSE: Seconds = 0.001
+PAUSE: Seconds = 0.005  # longer than brief batches take
 SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
 
 # A request whose head is known: its connection, that head, its body, and how many items it has.

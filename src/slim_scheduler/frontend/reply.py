@@ -25,7 +25,7 @@ def refused(refusal: Refusal) -> Reply:
     """A refusal as an answer."""
     fields: list[Field] = [JSON]
     if refusal.kind is Kind.UNAVAILABLE:
-        fields.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after or 1.0))))
+        fields.append((b"retry-after", b"%d" % whole_seconds(refusal.retry_after or 1.0)))
     elif refusal.kind is Kind.UNAUTHENTICATED:
         fields.append((b"www-authenticate", b"Bearer"))
     elif refusal.kind is Kind.NO_METHOD:
@@ -33,8 +33,13 @@ def refused(refusal: Refusal) -> Reply:
     return int(refusal.kind), fields, msgspec.json.encode({"error": refusal.message})
 
 
+def whole_seconds(retry_after: float) -> int:
+    """As the field has it."""
+    return max(1, math.ceil(retry_after))
+
+
 @lru_cache(1024)
-def refused_early(reason: str, retry_after: float) -> bytes:
-    """A whole answer. Beyond the peak, making refusals is a part of the work, and many are alike."""
+def refused_early(reason: str, retry_after: int) -> bytes:
+    """A whole answer. Beyond the peak, making refusals is a part of the work; with whole numbers many are alike."""
     status, fields, body = refused(Refusal(Kind.UNAVAILABLE, reason, retry_after))
     return answer_bytes(status, [*fields, content_length(body)], body)
