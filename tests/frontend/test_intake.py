@@ -6,16 +6,19 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slim_scheduler.client import Constraints, infer_body
 from slim_scheduler.config import config_from
+from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.frontend import intake
 from slim_scheduler.frontend.asked import Asked
 from slim_scheduler.frontend.decode import InferenceCall
+from slim_scheduler.frontend.door import SHARE
 from slim_scheduler.frontend.http import HttpFront
-from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, SHARE, WINDOW, Intake, Known
+from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Refusal
@@ -34,8 +37,8 @@ class Taken:
         self.ends: list[asyncio.Future[None]] = []
         self.intake = Intake(self.take)
 
-    def take(self, known: Known, arrived: float) -> asyncio.Future[None]:
-        self.numbers.append(known[2][0])
+    def take(self, known: Known) -> asyncio.Future[None]:
+        self.numbers.append(int(known.call.request_id))
         self.ends.append(asyncio.get_running_loop().create_future())
         return self.ends[-1]
 
@@ -45,7 +48,9 @@ class Taken:
 
     def put(self, count: int) -> None:
         for number in range(count):
-            self.intake.put((None, HEAD, memoryview(bytes((number,))), 2))
+            call = InferenceCall(np.zeros((2, 1, 8, 8), np.float32), str(number))
+            nothing: Any = None
+            self.intake.put(Known(nothing, HEAD, nothing, call, intake.time.monotonic()))
 
 
 class Clocks:
@@ -144,17 +149,20 @@ class Client:
     def __init__(self) -> None:
         self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def answer_known(self, answer: bytes) -> None:
+    def answer_whole(self, answer: bytes) -> None:
         self.answered.set_result(int(answer.split(b" ", 2)[1]))
 
     def serve(self, inference: Any) -> asyncio.Task[None]:
         return asyncio.create_task(inference)
 
+    def learn(self, head: InferHead) -> None: ...
+
 
 @contextlib.asynccontextmanager
-async def serving(slowdown: float) -> AsyncIterator[Service]:
+async def serving(slowdown: float, waiting: int = 5000) -> AsyncIterator[Service]:
     server = {"name": "a", "device": "cpu", "slowdown": slowdown}
     tree = {"model": {"path": str(ROOT / "models/digits")}, "servers": [server], "router": {"name": "jsq:0.25"}}
+    tree["dispatch"] = {"max_waiting_items": waiting}
     config = config_from(tree)
     made = Service(Repository(config, lambda config, observer: SlimEngine.from_config(config, recorder=observer)))
     await made.start()
@@ -177,7 +185,7 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
     def ask(deadline_ms: float | None, priority: int = 0) -> asyncio.Future[int]:
         body, length = infer_body(images[:2], Constraints(deadline_ms=deadline_ms, priority=priority))
         client: Any = Client()
-        front.take_known(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
+        front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
         return client.answered
 
     wishes = ((4000.0, 0), (4000.0, 1), (60000.0, 0), (None, 0))
@@ -205,7 +213,7 @@ async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_i
         def ask(deadline_ms: float | None, floor: float | None = None) -> asyncio.Future[int]:
             body, length = infer_body(images[:1], Constraints(deadline_ms=deadline_ms, accuracy_floor=floor))
             client: Any = Client()
-            front.take_known(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
+            front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
             return client.answered
 
         wishes = (1000.0, 60_000.0, None)
@@ -216,12 +224,40 @@ async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_i
             running += [ask(None) for _ in range(32 if engine.fifo_length < 256 else 0)]
             await asyncio.sleep(0.05)
         received = engine.counts["requests"]["received"]
-        answers = [*map(ask, wishes), ask(1000.0, floor=0.9999)]
-        assert [answer.done() for answer in answers] == [True, False, False, False]
-        assert engine.counts["requests"]["received"] == received, "the engine has not heard of it"
-        counted = slow.repository.served["digits"].counts()["requests"]
-        assert (counted["received"], counted["rejected"]) == (received + 1, 2), "and 400"
-        assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200, 400]
+        answers = [*map(ask, wishes), ask(1000.0, floor=0.9999), ask(999.0)]
+        assert [answer.done() for answer in answers] == [True, False, False, False, True]
+        assert engine.counts["requests"]["received"] == received, "the engine has not heard of them"
+        served = slow.repository.served["digits"]
+        counted = served.counts()["requests"]
+        assert (counted["received"], counted["rejected"]) == (received + 2, 3), "and 400"
+        assert served.observer.request_seconds[Outcome.REJECTED].total > 0.0
+        assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200, 400, 503]
+
+
+async def test_who_would_find_the_queue_full_is_refused_at_once_and_nobody_later(images):
+    nothing: Any = None
+    async with serving(1.0, waiting=10) as service:
+        front = HttpFront(service, nothing, Limits(), nothing)
+        engine = service.repository.served["digits"].engine
+
+        def ask(deadline_ms: float) -> asyncio.Future[int]:
+            body, length = infer_body(images[:2], Constraints(deadline_ms=deadline_ms))
+            client: Any = Client()
+            front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
+            return client.answered
+
+        assert await ask(60_000.0) == 200, "known from here on"
+        before = engine.counts["requests"]["rejected"]
+        first = [ask(60_000.0 + number % 2) for number in range(8)]
+        assert [answer.done() for answer in first] == [False] * 5 + [True] * 3
+        late = []
+        for _ in range(5):  # while those move from the intake to the engine, and on
+            late.append(ask(60_000.0))
+            await asyncio.sleep(0)
+        assert late[0].done(), "on the way is not gone"
+        assert set(await asyncio.gather(*late)) <= {200, 503}
+        assert (await asyncio.gather(*first)) == [200] * 5 + [503] * 3
+        assert engine.counts["requests"]["rejected"] == before
 
 
 async def test_time_in_this_process_counts_towards_the_deadline(service, images):

@@ -106,6 +106,35 @@ def test_pipelined_requests_are_answered_in_order(server, images):
     assert np.allclose(at_once, right, atol=1e-4)
 
 
+@pytest.mark.parametrize("field", ["x-new", "traceparent"])
+def test_new_heads_in_one_piece_are_answered_in_order_the_wrong_ones_too(server, images, field):
+    with Wire(server.http) as wire:
+        right = [wire.ask(image[None])[1] for image in images]
+        value = f"00-{'1' * 32}-{'2' * 16}-01"
+        requests = [wire.request(image[None], **{field: value}) for image in images]
+        lost = wire.request(images[:1], **{field: value}).replace(b"models/digits", b"models/absent")
+        wrong = wire.request(images[:1], **{field: value}).replace(b'"FP32"', b'"FP99"')
+        wire.send(b"".join([requests[0], wrong, requests[1], lost, *requests[2:]]))
+        answers = [wire.answer() for _ in range(len(images) + 2)]
+    assert [status for status, _ in answers] == [200, 400, 200, 404, *[200] * (len(images) - 2)]
+    assert np.allclose([logits for status, logits in answers if status == 200], right, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200, -1])
+def test_a_new_request_may_come_in_pieces(server, images, cut):
+    with Wire(server.http) as wire:
+        right = wire.ask(images[:1])[1]
+        data = wire.request(images[:1], **{"x-cut": str(cut)})
+        wire.send(data[:cut])
+        assert wire.silent() is True
+        wire.send(data[cut:])
+        wire._socket.settimeout(20.0)
+        status, logits = wire.answer()
+        assert status == 200
+        assert np.allclose(logits, right, atol=1e-4)
+        assert wire.ask(images[1:2])[0] == 200
+
+
 def test_a_request_inside_a_body_is_no_request(server, images):
     with Wire(server.http) as wire:
         inner = wire.request(images[:1])

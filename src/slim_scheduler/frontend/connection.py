@@ -1,6 +1,7 @@
 """One client's connection: uvicorn's HTTP protocol, with limits that it leaves to others.
 
-A request whose head was served before goes past the parser (`known.py`) to `HttpFront.take_known`. Adds what a hostile
+A short inference request goes past ASGI to `HttpFront.take` once it is whole; one whose head was served before goes
+past the parser too (`known.py`). Adds what a hostile
 or vanished client makes necessary: a bound on everything that is not body (heads, chunk framing, trailers), deadlines
 for slow senders and readers, and cancelling an inference whose client is gone. The sweep over
 all connections runs once a second, so none of it costs a timer per request.
@@ -40,8 +41,10 @@ class Connection(HttpToolsProtocol):
         self._in_hand: RequestResponseCycle | None = None
         self._between = True  # no request has begun since the last one's end
         self._chunk = b""  # what came last, if a request begins with it
-        self._known_in_hand = False
-        self._early = b""  # what came while a known request was in hand
+        self._whole_in_hand = False
+        self._plain: InferHead | None = None  # of the short inference request that is arriving
+        self._learn_from = b""  # the chunk that was all of the request in hand, if its head is new
+        self._early = b""  # what came while a request was in hand
         self._ends = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,14 +60,14 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._known_in_hand:
+        if self._whole_in_hand:
             self._early += data
             self.flow.pause_reading()
             return
         if self._between and self._is_idle():
             known = self.heads.find(data)
             if known is not None:
-                self._infer_known(*known, data)
+                self._take_known(*known, data)
                 return
             self._chunk = data
         self._fed += len(data)
@@ -105,58 +108,76 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._between = True
         self._fed = self._body_seen = 0
+        self.scope["slim.read"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
         super().on_message_complete()
+        if self._plain is not None:
+            head, self._plain = self._plain, None
+            self._learn_from = self.scope.pop("slim.chunk")  # type: ignore[typeddict-item]
+            self._take(head, memoryview(self.cycle.body))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_hand = cycle
-        super()._start_asgi_task(cycle, app)
+        if cycle.more_body and cycle.keep_alive and not self.flow.write_paused:  # else uvicorn knows better
+            self._plain = self.app.plain_infer(cycle.scope)
+        if self._plain is None:
+            cycle.scope.pop("slim.chunk")  # type: ignore[typeddict-item]
+            super()._start_asgi_task(cycle, app)
 
-    # ---- requests whose head was served before
+    # ---- short inference requests, and those whose head was served before
 
     def _is_idle(self) -> bool:
         answered = self.cycle is None or self.cycle.response_complete
         return answered and not self.pipeline and not self.flow.write_paused and not self.transport.is_closing()
 
-    def learn(self, head: InferHead, chunk: bytes) -> None:
-        """Remembers the head of an answered request that was one `chunk`, from the request line to the body's end."""
+    def learn(self, head: InferHead) -> None:
+        """Remembers the head of the request in hand, if that was one chunk from the request line to the body's end."""
+        chunk, self._learn_from = self._learn_from, b""
         begin = len(chunk) - head.length
-        keeps = self._in_hand is not None and self._in_hand.keep_alive
         # Exactly one empty line before the body, no second request after it: nothing else can have decided.
-        if keeps and chunk.startswith(b"POST ") and chunk.find(b"\r\n\r\n", 0, LONGEST_HEAD) + 4 == begin:
+        if chunk.startswith(b"POST ") and chunk.find(b"\r\n\r\n", 0, LONGEST_HEAD) + 4 == begin:
             self.heads.learn(chunk[:begin], head)
 
-    def _infer_known(self, head: InferHead, begin: int, data: bytes) -> None:
+    def _take_known(self, head: InferHead, begin: int, data: bytes) -> None:
         self._since = self._idle_since = None
         self._unset_keepalive_if_required()
-        self._known_in_hand = True
-        self.app.take_known(self, head, memoryview(data)[begin:])
+        self._take(head, memoryview(data)[begin:])
+
+    def _take(self, head: InferHead, body: memoryview) -> None:
+        self._whole_in_hand = True
+        self.app.take(self, head, body)
 
     def serve(self, inference: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs what answers the known request in hand."""
+        """Runs what answers the request in hand."""
         task = self.loop.create_task(inference)
         self.inference = task
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def answer_known(self, answer: bytes) -> None:
+    def answer_whole(self, answer: bytes) -> None:
         """Writes the whole answer, and goes on with what came meanwhile."""
         self.inference = None
-        self._known_in_hand = False
+        self._whole_in_hand = False
+        self._learn_from = b""
+        if self._in_hand is not None:
+            self._in_hand.response_started = self._in_hand.response_complete = True
         if self.transport.is_closing():
             return
-        self.server_state.total_requests += 1
         self.transport.write(answer)
-        self._idle_since = time.monotonic()
+        if self.pipeline:
+            self.on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._idle_since = time.monotonic()
         if self._ends:
-            self.transport.close()
+            super().shutdown()
         elif self._early:
             early, self._early = self._early, b""
             self.flow.resume_reading()
             self.data_received(early)
 
     def shutdown(self) -> None:
-        if self._known_in_hand:
+        if self._whole_in_hand:
             self._ends = True
         else:
             super().shutdown()

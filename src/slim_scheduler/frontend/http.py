@@ -11,23 +11,21 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slim_scheduler.core.types import Seconds
 from slim_scheduler.frontend.body import Disconnected, Held, inflate, read_body
 from slim_scheduler.frontend.connection import Connection, answer_bytes
-from slim_scheduler.frontend.decode import Buffer, decode_infer
+from slim_scheduler.frontend.decode import Buffer, InferenceCall, decode_infer
+from slim_scheduler.frontend.door import turned_away
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
-from slim_scheduler.frontend.intake import IN_HAND, SHARE, Intake, Known
+from slim_scheduler.frontend.intake import IN_HAND, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early, whole_seconds
+from slim_scheduler.frontend.repository import Served
 from slim_scheduler.frontend.service import Service
-
-if TYPE_CHECKING:
-    from slim_scheduler.engine.engine import SlimEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +40,9 @@ TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 BINARY = (b"content-type", b"application/octet-stream")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
-LEAST_WAIT = 0.001  # seconds: below it nobody is late, and nothing is looked up
-# Requests that need more than a body and an answer, or whose head is another one every time.
-NOT_LEARNT = frozenset((b"content-encoding", b"expect", b"traceparent", b"upgrade"))
+# Requests that need more than a body and an answer.
+SPECIAL = frozenset((b"content-encoding", b"expect", b"upgrade", b"transfer-encoding"))
+SHORT = 1 << 16  # bytes of a body that uvicorn reads without asking
 
 
 class HttpFront:
@@ -115,7 +113,10 @@ class HttpFront:
                 self._held.take(len(body))
                 held += len(body)
             head = InferHead(name, version, held, _length(headers, b"inference-header-content-length"), headers)
-            fields, reply = await self._answer(head, body, time.monotonic())
+            served = self._service.repository.find(name, version)
+            read = scope.get("slim.read") or time.monotonic()
+            call = self._let_in(served, head, body, read)
+            fields, reply = await self._answer(served, call, headers, read)
         except asyncio.CancelledError:
             if connection is not None and connection.gone:
                 return  # nobody is left to answer; the engine has dropped the work
@@ -124,15 +125,13 @@ class HttpFront:
             self._held.give(held)
             if connection is not None:
                 connection.inference = None
-        if connection is not None and declared is not None and not NOT_LEARNT.intersection(headers):
-            connection.learn(head, scope["slim.chunk"])
         await self._reply(200, fields, reply, headers, scope, send)
 
-    async def _answer(self, head: InferHead, body: Buffer, arrived: float) -> tuple[HeaderList, bytes]:
-        """Decode, infer, encode. `arrived`: when it was read. Raises Refusal."""
-        served = self._service.repository.find(head.name, head.version)
-        call = decode_infer(body, head.json_length, served.card, self._limits, served.templates)
-        answer = await self._service.infer(served, call, _traceparent(head.headers), arrived)
+    async def _answer(
+        self, served: Served, call: InferenceCall, headers: dict[bytes, bytes], read: float
+    ) -> tuple[HeaderList, bytes]:
+        """Infer and encode. `read`: when the request was. Raises Refusal."""
+        answer = await self._service.infer(served, call, _traceparent(headers), read)
         if call.lesson is not None:
             served.templates.learn(*call.lesson)
         reply, json_length = encode_answer(call, answer, served.card)
@@ -140,32 +139,69 @@ class HttpFront:
         if json_length is not None:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
         if len(reply) >= SMALLEST_COMPRESSED:
-            reply = _compress(reply, head.headers, fields)
+            reply = _compress(reply, headers, fields)
         return fields, reply
 
-    def take_known(self, connection: Connection, head: InferHead, body: memoryview) -> None:
-        """A request whose head was served before, whole: refused at once, or it waits for its turn."""
-        intake = self._intakes.get(head.name)
-        if intake is None:
-            intake = self._intakes[head.name] = Intake(self._serve_known, partial(self._most_in_hand, head.name))
-        served, items = self._service.repository.served.get(head.name), 1
-        template = None
-        if served is not None and head.json_length:
-            template = served.templates.find(bytes(body[: head.json_length]))
-        if served is not None and template is not None:
-            items = template.items
-            refusal = _hopeless(served.engine, template.asked.deadline, items, intake)
-            if refusal is not None:
-                served.refused_early(items)
-                self._count(Kind.UNAVAILABLE)
-                connection.answer_known(refusal)
-                return
+    # ---- short requests: past ASGI, through the intake
+
+    def plain_infer(self, scope: Scope) -> InferHead | None:
+        """The meaning of a head that just came, if it passes the guard and is that of a short inference request; None:
+        it takes the long way, on which it may be refused."""
+        found = INFER.fullmatch(scope["path"]) if self._inference and scope["method"] == "POST" else None
+        headers = dict(scope["headers"]) if found is not None else {}
+        if found is None or len(headers) < len(scope["headers"]) or not SPECIAL.isdisjoint(headers):
+            return None
         try:
+            length = _length(headers, b"content-length")
+            if length is None or length > min(SHORT, self._limits.body_bytes):
+                return None
+            self._guard.check(scope["path"], scope["scheme"], headers)
+            self._service.repository.find(found[1], found[2] or "")
+            json_length = _length(headers, b"inference-header-content-length")
+        except Refusal:
+            return None
+        return InferHead(found[1], found[2] or "", length, json_length, headers)
+
+    def take(self, connection: Connection, head: InferHead, body: memoryview) -> None:
+        """A whole short request, or one whose head was served before: refused at once, or it waits for its turn."""
+        read = time.monotonic()
+        try:
+            served, intake = self._service.repository.find(head.name, head.version), self._intake(head.name)
+            template = served.templates.find(bytes(body[: head.json_length])) if head.json_length else None
+            if template is not None:
+                late = turned_away(served.engine, template.asked.deadline, template.items, intake)
+                if late is not None and b"traceparent" not in head.headers:
+                    self._count(Kind.UNAVAILABLE)
+                    connection.answer_whole(refused_early(late[0], whole_seconds(late[1])))
+                    served.refused_early(template.items, time.monotonic() - read)
+                    return
+            call = self._let_in(served, head, body, read)
             self._held.take(len(body))
-        except Refusal as full:
-            self._answer_known(connection, head, refused(full))
+        except Refusal as refusal:
+            self._answer_whole(connection, head, refused(refusal))
+        except Exception:
+            log.exception("a defect of the server, in infer")
+            self._answer_whole(connection, head, refused(DEFECT))
         else:
-            intake.put((connection, head, body, items))
+            intake.put(Known(connection, head, served, call, read))
+
+    def _let_in(self, served: Served, head: InferHead, body: Buffer, read: float) -> InferenceCall:
+        """Decodes. Raises Refusal, also for who would be late."""
+        call = decode_infer(body, head.json_length, served.card, self._limits, served.templates)
+        asked, items = call.asked, len(call.items)
+        if asked.accuracy_floor is None:  # a floor may be one that is never met, which the dispatcher knows
+            late = turned_away(served.engine, asked.deadline, items, self._intake(head.name))
+            if late is not None:
+                served.refused_early(items, time.monotonic() - read)
+                raise Refusal(Kind.UNAVAILABLE, *late)
+        return call
+
+    def _intake(self, name: str) -> Intake:
+        """That of a model that is served."""
+        intake = self._intakes.get(name)
+        if intake is None:
+            intake = self._intakes[name] = Intake(self._begin, partial(self._most_in_hand, name))
+        return intake
 
     def _most_in_hand(self, name: str) -> int:
         """What the servers have at a time, or two batches: more would wait in the engine, where refusing costs more."""
@@ -173,20 +209,22 @@ class HttpFront:
         views = served.engine.servers.values() if served is not None else ()
         return max(IN_HAND, sum(view.limit for view in views if view.up))
 
-    def _serve_known(self, known: Known, arrived: float) -> asyncio.Future[None] | None:
-        connection, head, body, _ = known
-        if connection.gone:
-            self._held.give(len(body))
+    def _begin(self, known: Known) -> asyncio.Future[None] | None:
+        if known.connection.gone:
+            self._held.give(known.head.length)
             return None
-        task = connection.serve(self._infer_known(connection, head, body, arrived))
-        task.add_done_callback(lambda _: self._held.give(len(body)))
+        task = known.connection.serve(self._infer_known(known))
+        task.add_done_callback(lambda _: self._held.give(known.head.length))
         return task
 
-    async def _infer_known(self, connection: Connection, head: InferHead, body: Buffer, arrived: float) -> None:
-        """The same as `_infer`, without parser and guard."""
+    async def _infer_known(self, known: Known) -> None:
+        """The same as `_infer`, without ASGI."""
+        connection, head = known.connection, known.head
         try:
-            fields, reply = await self._answer(head, body, arrived)
+            fields, reply = await self._answer(known.served, known.call, head.headers, known.read)
             answer: Reply = 200, fields, reply
+            if b"traceparent" not in head.headers:  # it would be another head every time
+                connection.learn(head)
         except Refusal as refusal:
             answer = refused(refusal)
         except asyncio.CancelledError:
@@ -196,11 +234,11 @@ class HttpFront:
         except Exception:
             log.exception("a defect of the server, in infer")
             answer = refused(DEFECT)
-        self._answer_known(connection, head, answer)
+        self._answer_whole(connection, head, answer)
 
-    def _answer_known(self, connection: Connection, head: InferHead, answer: Reply) -> None:
+    def _answer_whole(self, connection: Connection, head: InferHead, answer: Reply) -> None:
         status, fields, reply = answer
-        connection.answer_known(answer_bytes(status, self._finish(status, fields, reply, head.headers), reply))
+        connection.answer_whole(answer_bytes(status, self._finish(status, fields, reply, head.headers), reply))
 
     async def _refuse(self, refusal: Refusal, headers: dict[bytes, bytes], scope: Scope, send: Send) -> None:
         status, fields, body = refused(refusal)
@@ -226,23 +264,6 @@ class HttpFront:
         if b"traceparent" in headers and (trace := _traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
         return fields
-
-
-def _hopeless(engine: "SlimEngine", deadline: Seconds | None, items: int, intake: Intake) -> bytes | None:
-    """The refusal of who finds the queue full, or would be late behind those who wait in the intake or the engine."""
-    wait = intake.wait()
-    if wait <= LEAST_WAIT and not engine.held_up:
-        return None
-    limit = engine.config.dispatch.max_waiting_items
-    if engine.fifo_length + intake.items + items > limit:
-        return refused_early(f"the queue is full: {items} items came and the limit is {limit}", 1)
-    if deadline is None:
-        return None
-    if wait > SHARE * deadline:
-        reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
-        return refused_early(reason, whole_seconds(wait))
-    late = engine.too_late(deadline, intake.items)
-    return None if late is None else refused_early(late[0], whole_seconds(late[1]))
 
 
 def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:

@@ -1,4 +1,4 @@
-"""Requests that were read and wait for this process, a few at a time between two looks at the sockets.
+"""Requests that were read and understood and wait for this process, a few at a time between two looks at the sockets.
 
 The dispatcher refuses what its servers cannot do by the deadline. Where requests are so small that taking them is the
 work, the event loop is never idle and they wait here, where it shows for how long. Who comes while others have waited
@@ -12,27 +12,38 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from slim_scheduler.core.types import Seconds
+from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.known import InferHead
 
 if TYPE_CHECKING:
     from slim_scheduler.frontend.connection import Connection
+    from slim_scheduler.frontend.repository import Served
 
 AT_ONCE = 32  # a full batch; more would keep answers and refusals waiting
 IN_HAND = 2 * AT_ONCE  # taken and not answered, at least, where the loop is never idle: one batch runs, one is prepared
 BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
 WINDOW: Seconds = 0.02
 PAUSE: Seconds = 0.005  # longer than brief batches take
-SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
 
-# A request whose head is known: its connection, that head, its body, and how many items it has.
-Known = tuple["Connection", InferHead, memoryview, int]
-# Begins one, that was read at a time of the monotonic clock.
-Take = Callable[[Known, Seconds], "asyncio.Future[None] | None"]
+
+class Known(msgspec.Struct):
+    """A request that was read whole and understood. `read`: when, on the monotonic clock."""
+
+    connection: "Connection"
+    head: InferHead
+    served: "Served"
+    call: InferenceCall
+    read: Seconds
+
+
+Take = Callable[[Known], "asyncio.Future[None] | None"]
 
 
 class Intake:
-    """One model's known requests in the order in which they were read. Each connection has one at most, which bounds
+    """One model's requests in the order in which they were read. Each connection has one at most, which bounds
     them.
 
     `take` begins a request and returns what is done when it is answered, or None where nobody waits for it any more.
@@ -40,11 +51,11 @@ class Intake:
     """
 
     def __init__(self, take: Take, most: Callable[[], int] = lambda: IN_HAND) -> None:
-        self.items = 0  # of the requests that wait
+        self.items = 0  # of the requests that wait, or were taken and have not come to the dispatcher
         self._take = take
         self._most = most
         self._in_hand = 0
-        self._waiting: deque[tuple[Seconds, Known]] = deque()
+        self._waiting: deque[Known] = deque()
         self._pause: asyncio.TimerHandle | None = None
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
@@ -52,12 +63,12 @@ class Intake:
     def put(self, request: Known) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
-        self._waiting.append((time.monotonic(), request))
-        self.items += request[3]
+        self._waiting.append(request)
+        self.items += len(request.call.items)
 
     def wait(self) -> Seconds:
         """How long the first one has waited."""
-        return time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
+        return time.monotonic() - self._waiting[0].read if self._waiting else 0.0
 
     def _next(self, paused: bool = False) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
@@ -68,15 +79,20 @@ class Intake:
             # A batch that ends meanwhile makes room for a full one; where none does, the servers have more at a time.
             self._pause = loop.call_later(PAUSE, self._next, True)
             return
+        items = 0
         for _ in range(min(room, len(waiting))):
-            arrived, request = waiting.popleft()
-            self.items -= request[3]
-            task = self._take(request, arrived)
+            request = waiting.popleft()
+            items += len(request.call.items)
+            task = self._take(request)
             if task is not None:
                 self._in_hand += 1
                 task.add_done_callback(self._ended)
+        loop.call_soon(self._begun, items)  # after the first steps of these tasks
         if waiting:
             loop.call_soon(self._next)
+
+    def _begun(self, items: int) -> None:
+        self.items -= items
 
     def _ended(self, _: object) -> None:
         self._in_hand -= 1

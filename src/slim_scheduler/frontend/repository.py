@@ -62,11 +62,11 @@ class Served:
         _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused_early.items()})
         return total
 
-    def refused_early(self, items: int) -> None:
-        """A request was refused before an engine heard of it."""
+    def refused_early(self, items: int, seconds: float) -> None:
+        """A request was refused before an engine heard of it, so long after it was read."""
         self._refused_early["requests"] += 1
         self._refused_early["items"] += items
-        self.observer.finished(Outcome.REJECTED, 0.0, 0.0)
+        self.observer.finished(Outcome.REJECTED, seconds, 0.0)
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""

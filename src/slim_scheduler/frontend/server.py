@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# libuv accepts one connection per listening handle and turn of the loop: with one handle, new connections of a busy
+# server wait for seconds.
+ACCEPTED_AT_ONCE = 32
+GARBAGE = 20_000  # objects between two collections; requests make few cycles and many objects
 CLOSING_S = 2.0  # for answers that are on their way out when everything else is done
 
 
@@ -81,6 +85,7 @@ async def running(
     await service.start()
     gc.collect()
     gc.freeze()  # what is loaded now stays: no need to look at it in every collection
+    gc.set_threshold(GARBAGE, 20, 100)
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
@@ -190,7 +195,8 @@ async def _listening(app: App, access: Access, port: int, limits: Limits) -> Asy
     # uvicorn logs every malformed request as a warning; a flood of them must not become a flood of log lines.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = _Listener(config)
-    task = asyncio.create_task(server.serve(sockets=[bound]))
+    accepting = [bound, *(bound.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
+    task = asyncio.create_task(server.serve(sockets=accepting))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     sweeper = asyncio.create_task(sweep_forever(server.server_state.connections))

@@ -1,0 +1,33 @@
+"""Who is turned away before anything is done for the request: what waits already is more than its deadline allows.
+
+Beyond the peak most requests are refused, and what a refusal costs is taken from those that are answered.
+"""
+
+from typing import TYPE_CHECKING
+
+from slim_scheduler.core.types import Seconds
+from slim_scheduler.frontend.intake import Intake
+
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import SlimEngine
+
+LEAST_WAIT: Seconds = 0.001  # below it nobody is late, and nothing is looked up
+SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
+FULL_RETRY_AFTER: Seconds = 1.0
+
+
+def turned_away(
+    engine: "SlimEngine", deadline: Seconds | None, items: int, intake: Intake
+) -> tuple[str, Seconds] | None:
+    """Why who finds the queue full, or would be late behind those in the intake and the engine, is refused, and when
+    to try again. None: it may come in."""
+    limit = engine.config.dispatch.max_waiting_items
+    if engine.fifo_length + intake.items + items > limit:
+        return f"the queue is full: {items} items came and the limit is {limit}", FULL_RETRY_AFTER
+    wait = intake.wait()
+    if deadline is None or (wait <= LEAST_WAIT and not engine.held_up):
+        return None
+    if wait > SHARE * deadline:
+        reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
+        return reason, wait
+    return engine.too_late(deadline, intake.items)
