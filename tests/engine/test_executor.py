@@ -26,8 +26,9 @@ def batch_job(items: torch.Tensor, instance: int = 1) -> BatchJob:
 class Desk:
     """An executor whose jobs can be awaited."""
 
-    def __init__(self, concurrency: int = 1, slowdown: float = 1.0) -> None:
-        self.executor = Executor("a", CpuDevice(NETWORK, SHAPE, 1, AMPLE), concurrency, slowdown, self._finished)
+    def __init__(self, concurrency: int = 1, slowdown: float = 1.0, on_loop: bool = False) -> None:
+        device = CpuDevice(NETWORK, SHAPE, 1, AMPLE)
+        self.executor = Executor("a", device, concurrency, slowdown, self._finished, on_loop)
         self._waiting: dict[int, asyncio.Future[Job]] = {}
 
     async def __aenter__(self) -> "Desk":
@@ -77,6 +78,29 @@ async def test_a_slow_server_takes_its_time_without_using_the_cpu():
         waited, cpu = time.perf_counter() - begin, time.process_time() - cpu
     assert job.seconds <= waited
     assert cpu < waited / 2
+
+
+async def test_a_slow_server_with_brief_batches_leaves_the_loop_to_others():
+    items = torch.from_numpy(images(4))
+    async with Desk(slowdown=20.0, on_loop=True) as desk:
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        while not desk.executor._brief.expects(batch_job(items).batch):
+            await desk.submit(batch_job(items))
+        threads = threading.active_count()
+        job = batch_job(items)
+        running = desk.submit(job)
+        assert job.output is not None, "computed on the loop"
+        assert not running.done()
+        others = 0
+        while not running.done():
+            others += 1
+            await asyncio.sleep(0)
+        assert others > 1
+        assert job.seconds > 19.0 * job.busy > 0.0
+        assert threading.active_count() == threads
+        last = desk.submit(batch_job(items))
+        assert not last.done()
+    assert last.done(), "a running job ends when the executor stops"
 
 
 async def test_an_error_becomes_part_of_the_job_and_the_thread_goes_on():

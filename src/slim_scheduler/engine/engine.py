@@ -327,7 +327,7 @@ class SlimEngine:
                 self.profiles,
                 self._finished,
                 devices.get(server.name),
-                on_loop=len(self.config.servers) == 1,
+                on_loop=True,
                 oldest_first=self.config.dispatch.reentry == "oldest-item",
             )
             for server in self.config.servers

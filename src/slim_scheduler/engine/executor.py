@@ -121,8 +121,9 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Others' batches would wait for the loop, and a slowed down server must not slow the loop down.
-        self._brief = Brief() if on_loop and concurrency == 1 and slowdown == 1.0 else None
+        self._brief = Brief() if on_loop and concurrency == 1 else None
+        self._slowed: tuple[BatchJob, asyncio.TimerHandle, Seconds] | None = None  # and when it began to wait
+        self._owed: Seconds = 0.0  # of waiting; negative where timers were late
 
     @property
     def instances(self) -> int:
@@ -140,24 +141,43 @@ class Executor:
     def submit(self, job: Job) -> None:
         if not isinstance(job, BatchJob):
             self._moves.put(job)
-        elif self._brief is not None and self._brief.expects(job.batch):
+        elif self._brief is not None and self._brief.expects(job.batch) and not self._stopping.is_set():
             self._run_here(job, self._brief)
         else:
             self._batches.put(job)
 
     def _run_here(self, job: BatchJob, brief: Brief) -> None:
+        assert self._loop is not None
         with self.device.thread():
             self._do(job)
         brief.ran(job)
-        if brief.turn_is_over(job.seconds):
-            assert self._loop is not None
+        over = brief.turn_is_over(job.seconds)
+        self._owed += self._slow(job)
+        if self._owed > 0.0:
+            self._slowed = job, self._loop.call_later(self._owed, self._end_slow), time.perf_counter()
+        elif over:
             self._loop.call_soon(self._finished, self.name, job)
         else:
             self._finished(self.name, job)
 
+    def _end_slow(self) -> None:
+        if self._slowed is not None:
+            job, timer, began = self._slowed
+            timer.cancel()
+            self._slowed = None
+            self._owed -= time.perf_counter() - began
+            self._finished(self.name, job)
+
+    def _slow(self, job: BatchJob) -> Seconds:
+        """For how long a server that is to be `slowdown` times as slow stays busy without using the CPU."""
+        rest = (self._slowdown - 1.0) * job.seconds
+        job.seconds *= self._slowdown
+        return rest
+
     async def stop(self) -> None:
         """Lets running jobs end, drops waiting ones, frees every instance."""
         self._stopping.set()
+        self._end_slow()
         for _ in range(self._concurrency):
             self._batches.put(None)
         self._moves.put(None)
@@ -179,8 +199,11 @@ class Executor:
             if not self._stopping.is_set():
                 if refusal is None:
                     self._do(job)
-                    if self._brief is not None and isinstance(job, BatchJob):
-                        self._brief.ran(job)
+                    if isinstance(job, BatchJob):
+                        if self._brief is not None:
+                            self._brief.ran(job)
+                        if self._slowdown > 1.0:
+                            self._stopping.wait(self._slow(job))
                 else:
                     job.error = refusal
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
@@ -210,7 +233,3 @@ class Executor:
         job.rows = ()
         job.busy = time.thread_time() - worked
         job.seconds = time.perf_counter() - begin
-        if self._slowdown > 1.0:
-            # This server is to be `slowdown` times as slow: it stays busy without using the CPU.
-            self._stopping.wait((self._slowdown - 1.0) * job.seconds)
-            job.seconds *= self._slowdown
