@@ -163,7 +163,7 @@ def _closed(
 
 
 def _open(port: int, requests: list[bytes], rate: float, deadline_ms: float | None = None) -> LoadResult:
-    return _load(port, requests, rate, OPEN_SECONDS, deadline_ms, 512)
+    return _load(port, requests, rate, OPEN_SECONDS, deadline_ms, 4000)  # as many as are needed
 
 
 def _load(

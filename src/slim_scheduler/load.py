@@ -77,13 +77,14 @@ def load(
     datatype: Literal["FP32", "UINT8"] = "FP32",
     constraints: Constraints = Constraints(),  # noqa: B008 - immutable
     token: str | None = None,
-    connections: int = 256,
+    connections: int = 4000,
     warmup: float = 1.0,
     seed: int = 0,
 ) -> LoadResult:
     """Runs a load and returns what it saw. Give `rate` (requests per second) or `concurrency`. Raises InputError.
 
-    `url` is http://HOST:PORT or grpc://HOST:PORT. The first `warmup` seconds are not counted.
+    `url` is http://HOST:PORT or grpc://HOST:PORT. The first `warmup` seconds are not counted. In open loop, as many
+    `connections` are opened as requests are under way: who has fewer bounds what the server can be offered.
     """
     if (rate is None) == (concurrency is None):
         raise InputError("give either --rate (open loop) or --concurrency (closed loop)")

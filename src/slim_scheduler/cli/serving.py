@@ -102,7 +102,7 @@ def load(
     deadline_ms: Annotated[float | None, typer.Option(help="Deadline of each request; counts for goodput.")] = None,
     accuracy_floor: Annotated[float | None, typer.Option(help="Least expected accuracy, 0 to 1.")] = None,
     width: Annotated[float | None, typer.Option(help="One width for all segments.")] = None,
-    connections: Annotated[int, typer.Option(min=1, help="Most connections in open loop.")] = 256,
+    connections: Annotated[int, typer.Option(min=1, help="Most connections in open loop; opened as needed.")] = 4000,
     token: Annotated[str | None, typer.Option(help="The server's token; better in SLIM_TOKEN.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File for the JSON result.")] = None,
