@@ -8,6 +8,7 @@ result says how late the generator itself was.
 import asyncio
 import contextlib
 import gc
+import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from slim_scheduler.core.errors import InputError
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
 Transport = Literal["http", "grpc"]
 VALID_LAG_S = 0.005
+SPARE_FILES = 64  # that a process has open beside its connections
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +126,8 @@ async def _run(
 
         sender: Any = await GrpcSender.open(url, model, token, items, datatype, constraints, rng)
     else:
-        sender = await HttpSender.open(url, model, token, items, datatype, constraints, rng, pool)
+        most = min(pool, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
+        sender = await HttpSender.open(url, model, token, items, datatype, constraints, rng, most)
     tally = Tally()
     try:
         if rate is not None:

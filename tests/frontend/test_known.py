@@ -80,11 +80,12 @@ def test_a_wrong_body_under_a_known_head_is_refused_and_the_next_one_served(serv
     assert np.allclose(logits, right, atol=1e-4)
 
 
+@pytest.mark.parametrize("fields", [{}, {"x-new": "1"}])
 @pytest.mark.parametrize("cut", [1, 20, 200, -1])
-def test_a_known_request_may_come_in_pieces(server, images, cut):
+def test_a_request_may_come_in_pieces_known_or_not(server, images, cut, fields):
     with Wire(server.http) as wire:
         right = wire.ask(images[:1])[1]
-        data = wire.request(images[:1])
+        data = wire.request(images[:1], **fields)
         wire.send(data[:cut])
         assert wire.silent() is True
         wire.send(data[cut:])
@@ -118,21 +119,6 @@ def test_new_heads_in_one_piece_are_answered_in_order_the_wrong_ones_too(server,
         answers = [wire.answer() for _ in range(len(images) + 2)]
     assert [status for status, _ in answers] == [200, 400, 200, 404, *[200] * (len(images) - 2)]
     assert np.allclose([logits for status, logits in answers if status == 200], right, atol=1e-4)
-
-
-@pytest.mark.parametrize("cut", [1, 20, 200, -1])
-def test_a_new_request_may_come_in_pieces(server, images, cut):
-    with Wire(server.http) as wire:
-        right = wire.ask(images[:1])[1]
-        data = wire.request(images[:1], **{"x-cut": str(cut)})
-        wire.send(data[:cut])
-        assert wire.silent() is True
-        wire.send(data[cut:])
-        wire._socket.settimeout(20.0)
-        status, logits = wire.answer()
-        assert status == 200
-        assert np.allclose(logits, right, atol=1e-4)
-        assert wire.ask(images[1:2])[0] == 200
 
 
 def test_a_request_inside_a_body_is_no_request(server, images):

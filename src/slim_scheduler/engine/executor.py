@@ -45,7 +45,8 @@ class BatchJob:
 
 
 BRIEF: Seconds = 0.001  # a thread is heard in the loop's next turn, and a turn of a busy loop is longer than this
-TURN: Seconds = 0.002  # the longest that batches keep the loop from everything else
+TURN: Seconds = 0.002  # the longest that one server's batches keep the loop from everything else
+MOST_LATE: Seconds = 0.005  # of a timer, that the next batch makes up for
 
 
 class Brief:
@@ -165,13 +166,13 @@ class Executor:
             job, timer, began = self._slowed
             timer.cancel()
             self._slowed = None
-            self._owed -= time.perf_counter() - began
+            self._owed = max(-MOST_LATE, self._owed - (time.perf_counter() - began))
             self._finished(self.name, job)
 
     def _slow(self, job: BatchJob) -> Seconds:
         """For how long a server that is to be `slowdown` times as slow stays busy without using the CPU."""
-        rest = (self._slowdown - 1.0) * job.seconds
-        job.seconds *= self._slowdown
+        rest = max(0.0, self._slowdown - 1.0) * job.seconds
+        job.seconds += rest
         return rest
 
     async def stop(self) -> None:
@@ -202,8 +203,8 @@ class Executor:
                     if isinstance(job, BatchJob):
                         if self._brief is not None:
                             self._brief.ran(job)
-                        if self._slowdown > 1.0:
-                            self._stopping.wait(self._slow(job))
+                        if rest := self._slow(job):
+                            self._stopping.wait(rest)
                 else:
                     job.error = refusal
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more

@@ -1,10 +1,9 @@
 """One client's connection: uvicorn's HTTP protocol, with limits that it leaves to others.
 
 A short inference request goes past ASGI to `HttpFront.take` once it is whole; one whose head was served before goes
-past the parser too (`known.py`). Adds what a hostile
-or vanished client makes necessary: a bound on everything that is not body (heads, chunk framing, trailers), deadlines
-for slow senders and readers, and cancelling an inference whose client is gone. The sweep over
-all connections runs once a second, so none of it costs a timer per request.
+past the parser too (`known.py`). Adds what a hostile or vanished client makes necessary: a bound on everything that is
+not body (heads, chunk framing, trailers), deadlines for slow senders and readers, and cancelling an inference whose
+client is gone. The sweep over all connections runs once a second, so none of it costs a timer per request.
 """
 
 import asyncio
@@ -45,7 +44,8 @@ class Connection(HttpToolsProtocol):
         self._plain: InferHead | None = None  # of the short inference request that is arriving
         self._learn_from = b""  # the chunk that was all of the request in hand, if its head is new
         self._early = b""  # what came while a request was in hand
-        self._ends = False
+        self._ends = False  # nothing is taken after what is in hand
+        self._broken = False  # what came after it cannot be read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -113,7 +113,8 @@ class Connection(HttpToolsProtocol):
         if self._plain is not None:
             head, self._plain = self._plain, None
             self._learn_from = self.scope.pop("slim.chunk")  # type: ignore[typeddict-item]
-            self._take(head, memoryview(self.cycle.body))
+            body, self.cycle.body = self.cycle.body, bytearray()
+            self._take(head, memoryview(body))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_hand = cycle
@@ -169,15 +170,20 @@ class Connection(HttpToolsProtocol):
         else:
             self.server_state.total_requests += 1
             self._idle_since = time.monotonic()
+        if self._broken:
+            self.transport.close()
+            return
         if self._ends:
             super().shutdown()
-        elif self._early:
+        if self._early and not self.transport.is_closing():
             early, self._early = self._early, b""
+            if self._since is not None:
+                self._since = time.monotonic()  # it came in time, and waited here
             self.flow.resume_reading()
             self.data_received(early)
 
     def shutdown(self) -> None:
-        if self._whole_in_hand:
+        if self._whole_in_hand or self._plain is not None:
             self._ends = True
         else:
             super().shutdown()
@@ -214,7 +220,7 @@ class Connection(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """Ends the connection if its client has been too slow."""
-        if self._since is not None:
+        if self._since is not None and not self._whole_in_hand:
             limit = self.limits.body_timeout_s if self._in_body else self.limits.head_timeout_s
             if now - self._since > limit:
                 if self.inference is not None:
@@ -232,7 +238,10 @@ class Connection(HttpToolsProtocol):
             self._unread_since = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers without the application, and closes."""
+        """Answers without the application, and closes; what is in hand is answered first."""
+        if self._whole_in_hand:
+            self._broken = True
+            return
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # in the middle of another answer there is no place for this one
             return

@@ -113,7 +113,7 @@ class HttpFront:
                 self._held.take(len(body))
                 held += len(body)
             head = InferHead(name, version, held, _length(headers, b"inference-header-content-length"), headers)
-            served = self._service.repository.find(name, version)
+            served = self._service.repository.find(name, version)  # again: reading a body takes a while
             read = scope.get("slim.read") or time.monotonic()
             call = self._let_in(served, head, body, read)
             fields, reply = await self._answer(served, call, headers, read)
@@ -173,7 +173,7 @@ class HttpFront:
                 if late is not None and b"traceparent" not in head.headers:
                     self._count(Kind.UNAVAILABLE)
                     connection.answer_whole(refused_early(late[0], whole_seconds(late[1])))
-                    served.refused_early(template.items, time.monotonic() - read)
+                    served.count_refused(template.items, time.monotonic() - read)
                     return
             call = self._let_in(served, head, body, read)
             self._held.take(len(body))
@@ -192,7 +192,7 @@ class HttpFront:
         if asked.accuracy_floor is None:  # a floor may be one that is never met, which the dispatcher knows
             late = turned_away(served.engine, asked.deadline, items, self._intake(head.name))
             if late is not None:
-                served.refused_early(items, time.monotonic() - read)
+                served.count_refused(items, time.monotonic() - read)
                 raise Refusal(Kind.UNAVAILABLE, *late)
         return call
 
@@ -214,8 +214,13 @@ class HttpFront:
             self._held.give(known.head.length)
             return None
         task = known.connection.serve(self._infer_known(known))
-        task.add_done_callback(lambda _: self._held.give(known.head.length))
+        task.add_done_callback(partial(self._ended, known))
         return task
+
+    def _ended(self, known: Known, task: asyncio.Future[None]) -> None:
+        self._held.give(known.head.length)
+        if task.cancelled() and not known.connection.gone:
+            known.connection.transport.close()  # the server stops, and no answer will come
 
     async def _infer_known(self, known: Known) -> None:
         """The same as `_infer`, without ASGI."""

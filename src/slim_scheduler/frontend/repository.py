@@ -52,20 +52,20 @@ class Served:
         self.templates = Templates()
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
-        self._refused_early = {"requests": 0, "items": 0}
+        self._refused = {"requests": 0, "items": 0}
 
     def counts(self) -> Counts:
         """Totals of requests and items by outcome, over all engines of this model."""
         total = {unit: dict(row) for unit, row in self._past.items()}
         for engine in (self.engine, *self.finishing):
             _add(total, engine.counts)
-        _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused_early.items()})
+        _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused.items()})
         return total
 
-    def refused_early(self, items: int, seconds: float) -> None:
+    def count_refused(self, items: int, seconds: float) -> None:
         """A request was refused before an engine heard of it, so long after it was read."""
-        self._refused_early["requests"] += 1
-        self._refused_early["items"] += items
+        self._refused["requests"] += 1
+        self._refused["items"] += items
         self.observer.finished(Outcome.REJECTED, seconds, 0.0)
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":

@@ -85,7 +85,6 @@ async def running(
     await service.start()
     gc.collect()
     gc.freeze()  # what is loaded now stays: no need to look at it in every collection
-    gc.set_threshold(GARBAGE, 20, 100)
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
@@ -157,6 +156,7 @@ def serve(
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             await stop.wait()
 
+    gc.set_threshold(GARBAGE, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
 
