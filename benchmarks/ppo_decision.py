@@ -5,16 +5,18 @@ bare forward.
 """
 
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.config import load_config
 from slim_scheduler.core.messages import Message
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.networks import build_network
-from slim_scheduler.core.router.observation import build_encoder
 from slim_scheduler.machines import load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import load_router, read_policy
 from slim_scheduler.sim.host import Simulation
@@ -33,9 +35,10 @@ def run() -> dict[str, Any]:
     shape = load_shape(config)
     facts = router_facts(config, shape, load_profiles(config, shape))
     manifest, parameters = read_policy(POLICY)
-    router = load_router(POLICY, facts)
+    accuracy = partial(read_accuracy, config.model.path)
+    router = load_router(POLICY, facts, accuracy)
     network = build_network(manifest.kind, parameters)
-    encoder = build_encoder(manifest.kind, facts, manifest.batch_time)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, accuracy)
     rng = np.random.default_rng(0)
     simulation = Simulation(config, "ppo", 0, recorder=_Nobody(), router=router)
     decisions, forwards = [], []

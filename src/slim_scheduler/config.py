@@ -179,11 +179,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is how many copies of
     configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower; the rate follows
     their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
-    among widths and groups (`warm_start_doubt`): enough exploration to improve on it.
+    among widths and groups (`warm_start_doubt`): enough exploration to improve on it. `plan_coef`, with the observation
+    `planned`: how strongly the width is held to the plan's next one.
     An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
     """
 
-    observation: Literal["paper", "extended"] = "extended"
+    observation: Literal["paper", "extended", "planned"] = "extended"
     hidden: int = 64
     decisions: int = 600_000
     workers: int = 2
@@ -197,6 +198,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_coef: float = 0.5
     entropy_coef: float = 0.003
     max_grad_norm: float = 0.5
+    plan_coef: float = 0.0
     epsilon_max: float = 0.1
     epsilon_min: float = 0.0
     epsilon_decisions: int | None = None

@@ -5,6 +5,7 @@ nothing while a run goes on.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -121,7 +122,8 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
         from slim_scheduler.policy_file import load_router  # safetensors, which most routers do not need
 
-        return load_router(Path(argument), router_facts(config, shape, profiles), name, config.router.sample)
+        facts = router_facts(config, shape, profiles)
+        return load_router(Path(argument), facts, partial(_prior, config), name, config.router.sample)
     if name in ("slackfit", "reward-greedy") or kind == "lp":
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
@@ -130,12 +132,8 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
 
 
 def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
-    """A router that knows the measured accuracies: held-out ones where there are any, because test images judge it."""
-    from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
-
-    folder = Path(config.model.path)
-    tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
-    accuracy = read_accuracy(next((path for path in tables if path.is_file()), folder))
+    """A router that knows the measured accuracies."""
+    accuracy = _prior(config)
     if name == "slackfit":
         from slim_scheduler.core.router.slackfit import SlackFit
 
@@ -155,6 +153,15 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
     return PlanFollower(facts, accuracy, busy, name)
+
+
+def _prior(config: Config) -> AccuracyPrior:
+    """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
+    from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
+
+    folder = Path(config.model.path)
+    tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
+    return read_accuracy(next((path for path in tables if path.is_file()), folder))
 
 
 def build_dispatcher(

@@ -13,6 +13,7 @@ import msgspec
 
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.encoders import Accuracy
 from slim_scheduler.core.router.learned import FORMAT, LearnedRouter, PolicyManifest, learned_router
 from slim_scheduler.core.router.observation import Floats
 
@@ -59,7 +60,9 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
     return manifest, parameters
 
 
-def load_router(path: Path, facts: RouterFacts, name: str = "", sample: bool = False) -> LearnedRouter:
+def load_router(
+    path: Path, facts: RouterFacts, accuracy: Accuracy, name: str = "", sample: bool = False
+) -> LearnedRouter:
     """The router of a policy folder in a run with these facts. Raises CheckpointError."""
     manifest, parameters = read_policy(path)
-    return learned_router(manifest, parameters, facts, name or f"ppo:{path}", sample)
+    return learned_router(manifest, parameters, facts, accuracy, name or f"ppo:{path}", sample)

@@ -9,14 +9,16 @@ import torch
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.messages import RouterFellBack
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.learned import LearnedRouter, PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes, build_network
-from slim_scheduler.core.router.observation import Observation, build_encoder, full_batch_time
+from slim_scheduler.core.router.observation import Observation, full_batch_time
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.machines import build_dispatcher, build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import load_router, write_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.networks import Inputs, PolicyNetwork
+from tests.core.facts import Table
 from tests.training.clusters import training_cluster
 
 
@@ -26,7 +28,7 @@ def facts_of(config):
 
 
 def sizes_for(kind, facts, hidden=32):
-    encoder = build_encoder(kind, facts, full_batch_time(facts))
+    encoder = build_encoder(kind, facts, full_batch_time(facts), Table)
     servers = len(facts.servers) if kind == "paper" else None
     return NetworkSizes(
         kind, encoder.shared_size, encoder.server_size, servers, len(facts.shape.widths), len(facts.groups), hidden
@@ -82,7 +84,7 @@ def test_numpy_policy_equals_the_torch_policy(tmp_path, kind):
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     ours = build_network(kind, network.arrays())
-    encoder = build_encoder(kind, facts, full_batch_time(facts))
+    encoder = build_encoder(kind, facts, full_batch_time(facts), Table)
     for view in views(config):
         observation = encoder.encode(view)
         heads = ours.forward(observation)
@@ -116,7 +118,7 @@ def test_the_order_of_servers_permutes_the_choice(tmp_path):
     config = training_cluster(tmp_path)
     facts = facts_of(config)
     network = build_network("extended", random_parameters(sizes_for("extended", facts)))
-    encoder = build_encoder("extended", facts, full_batch_time(facts))
+    encoder = build_encoder("extended", facts, full_batch_time(facts), Table)
     rng = np.random.default_rng(0)
     chosen = set()
     for view in views(config):
@@ -143,7 +145,7 @@ class Fallbacks(Watcher):
 def test_one_extended_policy_serves_any_number_of_servers(tmp_path, count):
     write_random_policy(tmp_path / "policy", training_cluster(tmp_path / "three"), "extended")
     config = training_cluster(tmp_path / "other", ({},) * count, workload={"rate": 100.0, "duration_s": 1.0})
-    router = load_router(tmp_path / "policy", facts_of(config))
+    router = load_router(tmp_path / "policy", facts_of(config), Table)
     fallbacks = Fallbacks()
     simulation = Simulation(config, "ppo", 0, recorder=fallbacks, router=router)
     assert simulation.run().counts["items"]["answered"] > 50
@@ -153,7 +155,7 @@ def test_one_extended_policy_serves_any_number_of_servers(tmp_path, count):
 def test_a_paper_policy_in_another_cluster_falls_back_and_is_counted(tmp_path):
     write_random_policy(tmp_path / "policy", training_cluster(tmp_path / "three"), "paper")
     config = training_cluster(tmp_path / "two", ({}, {}))
-    router = load_router(tmp_path / "policy", facts_of(config))
+    router = load_router(tmp_path / "policy", facts_of(config), Table)
     with pytest.raises(RouterError, match="trained for 3 servers, but there are 2"):
         router.decide(next(views(config)), np.random.default_rng(0))
     fallbacks = Fallbacks()
@@ -166,7 +168,7 @@ def test_nan_falls_back(tmp_path):
     facts = facts_of(config)
     parameters = random_parameters(sizes_for("extended", facts))
     parameters["server.weight"][0] = np.nan
-    encoder = build_encoder("extended", facts, full_batch_time(facts))
+    encoder = build_encoder("extended", facts, full_batch_time(facts), Table)
     router = LearnedRouter("x", build_network("extended", parameters), encoder, facts.shape.widths, facts.groups)
     with pytest.raises(RouterError, match="NaN"):
         router.decide(next(views(config)), np.random.default_rng(0))
@@ -177,7 +179,7 @@ def test_only_what_may_be_chosen_is_chosen(tmp_path):
     write_random_policy(tmp_path / "policy", config, "extended")
     facts = facts_of(config)
     for sample in (False, True):
-        router = load_router(tmp_path / "policy", facts, sample=sample)
+        router = load_router(tmp_path / "policy", facts, Table, sample=sample)
         rng = np.random.default_rng(0)
         full = 0
         for view in views(config, count=400):
@@ -194,7 +196,7 @@ def test_argmax_ignores_what_differs_between_processors(tmp_path):
     parameters = random_parameters(sizes_for("paper", facts))
     parameters = {name: np.zeros_like(values) for name, values in parameters.items()}
     parameters["width.bias"] = np.array([1.0, 1.0 + 1e-6], np.float32)  # equal but for the seventh digit
-    encoder = build_encoder("paper", facts, full_batch_time(facts))
+    encoder = build_encoder("paper", facts, full_batch_time(facts), Table)
     router = LearnedRouter("x", build_network("paper", parameters), encoder, facts.shape.widths, facts.groups)
     assert router.decide(next(views(config)), np.random.default_rng(0)).width == facts.shape.widths[0]
 
@@ -204,7 +206,7 @@ def test_unknown_is_not_zero(tmp_path):
     head = Head(0, None, None, 1, 0.0, None, facts.shape.widths)
     servers = {name: ServerView(name, 16, 0, 0.0) for name in facts.servers}
     silent = View(0.0, head, 1, (1, 0), 0, servers)
-    paper, extended = (build_encoder(kind, facts, full_batch_time(facts)) for kind in ("paper", "extended"))
+    paper, extended = (build_encoder(kind, facts, full_batch_time(facts), Table) for kind in ("paper", "extended"))
     assert paper.encode(silent).shared[2:].tolist() == [-1.0] * 9
     before = extended.encode(silent).servers
     for name, server in servers.items():
@@ -219,12 +221,12 @@ def test_a_policy_is_refused_where_it_does_not_belong(tmp_path):
     facts = write_random_policy(tmp_path / "policy", config, "extended")
     groups = msgspec.structs.replace(facts, groups=(1, 2))
     with pytest.raises(CheckpointError, match=r"groups \(1, 2, 4, 8, 16, 32\), but this run has \(1, 2\)"):
-        load_router(tmp_path / "policy", groups)
+        load_router(tmp_path / "policy", groups, Table)
     other = msgspec.structs.replace(facts, shape=msgspec.structs.replace(facts.shape, name="large"))
     with pytest.raises(CheckpointError, match="is for network small, but this run has large"):
-        load_router(tmp_path / "policy", other)
+        load_router(tmp_path / "policy", other, Table)
     with pytest.raises(CheckpointError, match="does not exist"):
-        load_router(tmp_path / "nothing", facts)
+        load_router(tmp_path / "nothing", facts, Table)
 
 
 @pytest.mark.parametrize("damage", ["weights", "manifest", "sizes", "format"])
@@ -245,7 +247,7 @@ def test_a_damaged_policy_is_refused(tmp_path, damage):
             tree["format"] = 99
         manifest.write_text(json.dumps(tree))
     with pytest.raises(CheckpointError):
-        load_router(tmp_path / "policy", facts)
+        load_router(tmp_path / "policy", facts, Table)
 
 
 def test_a_router_is_named_after_its_folder(tmp_path):

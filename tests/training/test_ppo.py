@@ -20,6 +20,7 @@ from slim_scheduler.training.ppo import (
     entropies,
     joint_log_prob,
     mixed,
+    planned_width,
     returns_and_advantages,
 )
 from slim_scheduler.training.rollout import Rollout, Steps
@@ -71,6 +72,12 @@ def test_eq_12_takes_the_entropy_of_the_unmixed_head():
     assert server.item() == pytest.approx(math.log(2))
     assert width.item() == pytest.approx(0.0, abs=1e-9)
     assert group.item() == pytest.approx(math.log(4))
+
+
+def test_the_plans_next_width_is_what_the_width_head_is_held_to():
+    out = outputs([1.0], [0.1, 0.7, 0.2], [1.0])
+    torch.testing.assert_close(planned_width(out, torch.tensor([[9.0, 0.0, 1.0, 0.0]])).item(), math.log(0.7))
+    assert planned_width(out, torch.tensor([[9.0, 0.0, 0.0, 0.0]])).item() == 0.0, "it names none"
 
 
 def test_gradient_of_the_mixture_likelihood_matches_finite_differences():

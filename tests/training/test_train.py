@@ -13,11 +13,14 @@ import tomli_w
 
 from slim_scheduler.config import load_config
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.machines import build_router, load_profiles, load_shape
 from slim_scheduler.policy_file import read_policy
+from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, warnings
 from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Actor, Order
 from slim_scheduler.training.train import fresh_network, train, with_preset
+from tests.core.test_learned import Fallbacks
 from tests.training.clusters import training_cluster
 
 TINY = {
@@ -124,6 +127,24 @@ def test_a_finished_run_says_what_it_was(tmp_path):
     train(load_config(file), tmp_path / "out")
     manifest, _ = read_policy(tmp_path / "out")
     assert (manifest.kind, manifest.sizes.servers, manifest.training["decided"]) == ("paper", 3, 400)
+
+
+def test_a_policy_that_sees_the_plan_is_trained_and_routes(tmp_path):
+    file = config_file(tmp_path / "cluster", warm_start="lp", observation="planned", plan_coef=0.1)
+    train(load_config(file), tmp_path / "out")
+    assert read_policy(tmp_path / "out")[0].kind == "planned"
+    config = load_config(file)
+    shape = load_shape(config)
+    router = build_router(f"ppo:{tmp_path / 'out'}", config, shape, load_profiles(config, shape))
+    fallbacks = Fallbacks()
+    simulation = Simulation(config, "ppo", 0, recorder=fallbacks, router=router)
+    assert simulation.run().counts["items"]["answered"] > 400
+    assert not fallbacks.found
+
+
+def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path):
+    with pytest.raises(ConfigError, match="plan_coef needs the observation planned; this is extended"):
+        train(load_config(config_file(tmp_path / "cluster", plan_coef=0.1)), tmp_path / "out")
 
 
 def test_rollouts_follow_from_seed_and_update(tmp_path):

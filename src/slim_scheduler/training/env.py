@@ -14,12 +14,12 @@ from gymnasium import spaces
 from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.observation import (
     UNKNOWN,
     Encoder,
     Floats,
     Observation,
-    build_encoder,
     full_batch_time,
 )
 from slim_scheduler.core.types import Decision
@@ -53,7 +53,9 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups
-        self._encoder: Encoder = build_encoder(self._config.training.observation, facts, self._batch_time)
+        self._encoder: Encoder = build_encoder(
+            self._config.training.observation, facts, self._batch_time, lambda: self._accuracy
+        )
         self._episode: Episode | None = None
         self._observation: Observation | None = None
         size = self._encoder.shared_size + len(self._encoder.names) * self._encoder.server_size
@@ -64,7 +66,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         super().reset(seed=seed)
         scenario: Scenario = self._scenarios.draw(self.np_random)
         training = self._config.training
-        self._encoder = build_encoder(training.observation, scenario.facts, self._batch_time)
+        self._encoder = build_encoder(training.observation, scenario.facts, self._batch_time, lambda: self._accuracy)
         self._episode = Episode(
             scenario.config,
             self._accuracy,
@@ -79,7 +81,10 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         episode = self._episode
         assert episode is not None, "call reset first"
         server, width, group = (int(part) for part in action)
-        number = episode.decide(Decision(self._encoder.names[server], self._widths[width], self._groups[group]))
+        decision = Decision(self._encoder.names[server], self._widths[width], self._groups[group])
+        if episode.view is not None:
+            self._encoder.took(episode.view, decision)
+        number = episode.decide(decision)
         terminated = episode.view is None
         truncated = not terminated and self._max_decisions is not None and number >= self._max_decisions
         if terminated or truncated:

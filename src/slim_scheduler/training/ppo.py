@@ -239,6 +239,17 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_coef: float) -> Ten
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
 
 
+def planned_width(out: Outputs, shared: Tensor) -> Tensor:
+    """Log-probability of the width that the plan would send next, (B,); 0 where it names none.
+
+    The plan's mixture of widths is worth more than any of them, which no reward of a single decision tells: among
+    widths that are worth the same, noise would drift to one of them, and the load with it. (Kickstarting: Schmitt et
+    al. 2018, arXiv 1803.03835.)
+    """
+    wanted = shared[:, -out.width.shape[1] :]
+    return (wanted * torch.log_softmax(out.width, dim=1)).sum(dim=1)
+
+
 class PPO:
     """A network, its optimiser, and how both change by one batch."""
 
@@ -270,6 +281,8 @@ class PPO:
                 parts_of_entropy = entropies(out)
                 entropy = torch.stack(parts_of_entropy).sum(0).mean()  # eq. 12
                 loss = -surrogate + settings.value_coef * value_loss - settings.entropy_coef * entropy  # eq. 13
+                if settings.plan_coef:
+                    loss = loss - settings.plan_coef * planned_width(out, inputs.shared[rows]).mean()
                 norm = self._step(loss)
                 with torch.no_grad():
                     stats.policy_loss -= float(surrogate)

@@ -18,12 +18,12 @@ from numpy.random import Generator, default_rng
 from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config
 from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.networks import Network, build_network, softmax
 from slim_scheduler.core.router.observation import (
     Encoder,
     Floats,
     Observation,
-    build_encoder,
     full_batch_time,
 )
 from slim_scheduler.core.telemetry import View
@@ -129,9 +129,11 @@ class Actor:
             _fill(steps, i, self._number, view.now, observation, action, log_prob, value, epsilon)
             server, width, group = action
             scenario = self._scenario.facts
-            self._episode.decide(
-                decision or Decision(self._encoder.names[server], scenario.shape.widths[width], scenario.groups[group])
+            taken = decision or Decision(
+                self._encoder.names[server], scenario.shape.widths[width], scenario.groups[group]
             )
+            self._encoder.took(view, taken)
+            self._episode.decide(taken)
             if self._episode.view is None:
                 steps.over[i] = True
                 credits += self._end()
@@ -150,7 +152,9 @@ class Actor:
     def _begin(self) -> None:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
-            self._encoder = build_encoder(self._training.observation, self._scenario.facts, self._batch_time)
+            self._encoder = build_encoder(
+                self._training.observation, self._scenario.facts, self._batch_time, lambda: self._accuracy
+            )
             self._episode = Episode(
                 self._scenario.config,
                 self._accuracy,

@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 import torch
 
+from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.learned import PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes
-from slim_scheduler.core.router.observation import build_encoder, full_batch_time
+from slim_scheduler.core.router.observation import full_batch_time
 from slim_scheduler.interruption import deferred
 from slim_scheduler.policy_file import write_policy
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
@@ -41,6 +43,10 @@ def train(
     """
     torch.set_num_threads(1)
     training = config.training
+    if training.plan_coef and training.observation != "planned":
+        raise ConfigError(
+            f"plan_coef needs the observation planned; this is {training.observation}, which sees no plan"
+        )
     facts = Scenarios(config).facts
     manifest = _manifest(config, seed)
     ppo = PPO(fresh_network(config, seed), training)
@@ -137,7 +143,10 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
     training = config.training
     facts = Scenarios(config).facts
     batch_time = full_batch_time(facts)
-    encoder = build_encoder(training.observation, facts, batch_time)
+    folder = Path(config.model.path)
+    encoder = build_encoder(
+        training.observation, facts, batch_time, lambda: read_accuracy(folder / TABLE_FILES["held-out"])
+    )
     shape = facts.shape
     return PolicyManifest(
         kind=training.observation,

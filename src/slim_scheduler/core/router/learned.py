@@ -15,8 +15,9 @@ from numpy.random import Generator
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.encoders import Accuracy, build_encoder
 from slim_scheduler.core.router.networks import Network, NetworkSizes, build_network, softmax
-from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation, build_encoder
+from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds, Width
 
@@ -28,7 +29,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy was made for. `batch_time` is the unit of its times; `training` and `reward` are for readers."""
 
     format: int = FORMAT
-    kind: Literal["paper", "extended"]
+    kind: Literal["paper", "extended", "planned"]
     network: str
     segments: int
     widths: tuple[Width, ...]
@@ -80,15 +81,22 @@ class LearnedRouter:
         heads = self._network.forward(observation)
         _, _, server_mask, width_mask, group_mask = observation
         pick = _draw if self._sample else _argmax
-        return Decision(
+        decision = Decision(
             self._encoder.names[pick(heads.server, server_mask, rng)],
             self._widths[pick(heads.width, width_mask, rng)],
             self._groups[pick(heads.group, group_mask, rng)],
         )
+        self._encoder.took(view, decision)
+        return decision
 
 
 def learned_router(
-    manifest: PolicyManifest, parameters: Mapping[str, Floats], facts: RouterFacts, name: str, sample: bool = False
+    manifest: PolicyManifest,
+    parameters: Mapping[str, Floats],
+    facts: RouterFacts,
+    accuracy: Accuracy,
+    name: str,
+    sample: bool = False,
 ) -> LearnedRouter:
     """The router of a trained policy in a run with these facts.
 
@@ -97,7 +105,7 @@ def learned_router(
     """
     manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
-    encoder = build_encoder(manifest.kind, facts, manifest.batch_time)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, accuracy)
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
     return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample)
@@ -116,6 +124,8 @@ class _OtherCluster:
             f"this policy was trained for {self._trained_for} servers, but there are {len(self.names)}; "
             "an `extended` policy takes any number"
         )
+
+    def took(self, view: View, decision: Decision) -> None: ...
 
 
 def _argmax(logits: Floats, mask: Flags, rng: Generator) -> int:

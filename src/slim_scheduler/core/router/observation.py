@@ -15,7 +15,7 @@ from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
-from slim_scheduler.core.types import Seconds, Width
+from slim_scheduler.core.types import Decision, Seconds, Width
 
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
@@ -42,13 +42,16 @@ class Observation(NamedTuple):
 
 
 class Encoder(Protocol):
-    """`names` are the servers in the order of the rows, which is the order of the choices."""
+    """`names` are the servers in the order of the rows, which is the order of the choices. Each decision about a view
+    must be told (`took`)."""
 
     names: tuple[str, ...]
     shared_size: int
     server_size: int
 
     def encode(self, view: View) -> Observation: ...
+
+    def took(self, view: View, decision: Decision) -> None: ...
 
 
 def full_batch_time(facts: RouterFacts) -> Seconds:
@@ -136,6 +139,8 @@ class PaperEncoder:
             choices.all_groups,
         )
 
+    def took(self, view: View, decision: Decision) -> None: ...
+
 
 class ExtendedEncoder:
     """Everything a good decision needs. It is of one run: it remembers when how many items were complete."""
@@ -192,6 +197,8 @@ class ExtendedEncoder:
             choices.of_widths(head.widths),
             choices.of_groups(head.waiting),
         )
+
+    def took(self, view: View, decision: Decision) -> None: ...
 
     def _turn_window(self, now: Seconds, completed: int) -> None:
         """The rate of completion so far: how loaded the cluster is, which no single server tells."""
@@ -324,8 +331,3 @@ class _ServerEncoder:
         elif self._move and head.home != self.name and head.previous_width is not None:
             size = self._shape.activation(head.segment - 1, head.previous_width)
         return 2 * facts.link_latency + count * size / facts.bytes_per_s
-
-
-def build_encoder(kind: str, facts: RouterFacts, batch_time: Seconds) -> Encoder:
-    """`paper` or `extended`."""
-    return PaperEncoder(facts) if kind == "paper" else ExtendedEncoder(facts, batch_time)

@@ -2,7 +2,7 @@
 
 As Proteus does, it takes the most accurate plan that carries the load, gives each server and width its share of every
 kind of head, and sends the next block where the share is most behind. Plans are kept by load, in steps, and by the
-servers in service.
+servers in service. A learned router may see the same ledger (`planned.py`).
 """
 
 import math
@@ -28,17 +28,16 @@ PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
 Kind = tuple[int, Width | None, ServerName | None]  # segment, previous width, home (where moving costs)
 
 
-class PlanFollower:
-    """`rho`: how busy the plans let each device and link be."""
+class PlanLedger:
+    """The plan for the measured load, and what was sent since it is followed. It is of one run.
 
-    holds = False
+    `rho`: how busy the plans let each device and link be.
+    """
 
-    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO, name: str = "lp") -> None:
-        self.name = name
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO) -> None:
         self._facts = facts
         self._accuracy = accuracy
         self._rho = rho
-        self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
         self._plans: dict[PlanKey, Shares] = {}
         self._load: float | None = None
@@ -49,15 +48,34 @@ class PlanFollower:
         for step in range(1, LOAD_STEPS + 1):  # now, not while a request waits
             self._shares((tuple(facts.servers), step))
 
-    def decide(self, view: View, rng: Generator) -> Decision:
-        shares = self._shares(self._plan_for(view))
-        head = view.head
-        kind = (head.segment, head.previous_width, head.home if self._facts.move_activations else None)
-        server, width = self._most_behind(kind, shares.of(kind), view)
-        count = min(head.waiting, self._facts.servers[server].max_batch, view.servers[server].credit)
-        sent = self._sent.setdefault(kind, {})
-        sent[server, width] = sent.get((server, width), 0) + count
-        return Decision(server, allowed(width, head.widths), count)
+    @property
+    def load(self) -> float:
+        """The load that is planned for, as a share of the highest."""
+        return self._current[1] / LOAD_STEPS if self._current is not None else 1.0
+
+    def shares(self, view: View) -> Mapping[Target, float]:
+        """The plan's shares of the head's kind, which sum to 1."""
+        return self._shares(self._plan_for(view)).of(self._kind(view.head))
+
+    def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
+        """By how many tasks each target is behind its share of what was sent of this kind and of what waits."""
+        sent = self._sent.get(self._kind(view.head), {})
+        total = sum(sent.values()) + view.head.waiting
+        return {target: share * total - sent.get(target, 0) for target, share in shares.items()}
+
+    def next(self, view: View, shares: Mapping[Target, float]) -> Target | None:
+        """Of the targets with credit, the one that is most behind; None where all that the plan names are full."""
+        open_targets = {t: share for t, share in shares.items() if view.servers[t[0]].available}
+        behind = self.behind(view, open_targets)
+        return max(behind, key=lambda target: (behind[target], target), default=None)
+
+    def sent(self, head: Head, target: Target, count: int) -> None:
+        """So many tasks of the head's kind were sent."""
+        sent = self._sent.setdefault(self._kind(head), {})
+        sent[target] = sent.get(target, 0) + count
+
+    def _kind(self, head: Head) -> Kind:
+        return head.segment, head.previous_width, head.home if self._facts.move_activations else None
 
     # ---- the load
 
@@ -113,18 +131,27 @@ class PlanFollower:
             self._plans[key] = Shares(plan)
         return self._plans[key]
 
-    # ---- following one
 
-    def _most_behind(self, kind: Kind, shares: Mapping[Target, float], view: View) -> Target:
-        """Of the targets with credit, the one whose share of what was sent is most behind."""
-        open_targets = {t: share for t, share in shares.items() if view.servers[t[0]].available}
-        if not open_targets:  # all that the plan names are full: the widths of the plan, where it is soonest done
-            return self._soonest(shares, view.head, view)
-        sent = self._sent.get(kind, {})
-        total = sum(sent.values()) + view.head.waiting
-        return max(open_targets, key=lambda t: (open_targets[t] * total - sent.get(t, 0), t))
+class PlanFollower:
+    """Sends where the plan is most behind."""
+
+    holds = False
+
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO, name: str = "lp") -> None:
+        self.name = name
+        self._facts = facts
+        self._ledger = PlanLedger(facts, accuracy, rho)
+        self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
+
+    def decide(self, view: View, rng: Generator) -> Decision:
+        head, shares = view.head, self._ledger.shares(view)
+        server, width = self._ledger.next(view, shares) or self._soonest(shares, head, view)
+        count = min(head.waiting, self._facts.servers[server].max_batch, view.servers[server].credit)
+        self._ledger.sent(head, (server, width), count)
+        return Decision(server, allowed(width, head.widths), count)
 
     def _soonest(self, shares: Mapping[Target, float], head: Head, view: View) -> Target:
+        """Where the plan's narrowest width is soonest done."""
         width = allowed(min((w for _, w in shares), default=head.widths[0]), head.widths)
         available = [s for s in view.servers.values() if s.available]
         return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in available)[1:]

@@ -1,0 +1,66 @@
+"""The observation `planned`: to follow the plan is to copy its next choice."""
+
+import numpy as np
+import pytest
+from numpy.random import default_rng
+
+from slim_scheduler.core.router.encoders import build_encoder
+from slim_scheduler.core.router.plan import PlanFollower
+from slim_scheduler.core.router.planned import MOST_BEHIND
+from slim_scheduler.core.types import Decision
+from tests.core.facts import WIDTHS, Table, cluster, seen, server, ten_ms_per_item, view
+
+FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind)))
+KINDS = [(0, None), (1, 0.5), (1, 1.0)]
+
+
+def planned():
+    return build_encoder("planned", FACTS, 0.1, Table)
+
+
+@pytest.mark.parametrize("load", [39, 86, 126])
+def test_the_plans_next_choice_is_what_the_plan_follower_decides(load):
+    encoder, teacher, rng = planned(), PlanFollower(FACTS, Table()), default_rng(load)
+    chosen = set()
+    for step in range(400):
+        segment, previous = KINDS[rng.integers(3)]
+        now = view(
+            seen("a"),
+            seen("b"),
+            segment=segment,
+            previous=previous,
+            waiting=int(rng.integers(1, 9)),
+            now=0.01 * step,
+            completed=int(0.01 * step * load),
+        )
+        shared, rows = encoder.encode(now)[:2]
+        decision = teacher.decide(now, rng)
+        theirs = decision.server, decision.width
+        assert theirs == (encoder.names[int(np.argmax(rows[:, -1]))], WIDTHS[int(np.argmax(shared[-len(WIDTHS) :]))])
+        assert (rows[:, -1].sum(), shared[-len(WIDTHS) :].sum()) == (1.0, 1.0)
+        encoder.took(now, decision)
+        chosen.add(theirs)
+    assert len(chosen) > 1
+
+
+def test_what_was_decided_is_what_counts():
+    encoder, count = planned(), len(WIDTHS)
+    now = view(seen("a"), seen("b"), segment=1, previous=0.5, waiting=8)
+    before = encoder.encode(now).servers.copy()
+    shares, behind = before[:, -1 - 2 * count : -1 - count], before[:, -1 - count : -1]
+    shared = np.argwhere((shares > 0) & (shares < 1))
+    assert len(shared) > 1, "a plan that mixes"
+    row, column = shared[0]
+    encoder.took(now, Decision(encoder.names[row], WIDTHS[column], 8))
+    after = encoder.encode(now).servers[:, -1 - count : -1]
+    assert after[row, column] < behind[row, column], "it is less behind"
+    assert all(after[r, c] > behind[r, c] for r, c in shared[1:]), "the others are more"
+
+
+def test_figures_are_bounded_and_shares_sum_to_one():
+    encoder = planned()
+    now = view(seen("a"), seen("b"), waiting=100_000)
+    rows = encoder.encode(now).servers
+    count = len(WIDTHS)
+    assert np.abs(rows[:, -1 - count : -1]).max() == MOST_BEHIND
+    assert rows[:, -1 - 2 * count : -1 - count].sum() == pytest.approx(1.0)
