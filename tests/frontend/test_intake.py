@@ -232,6 +232,8 @@ async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_i
         assert (counted["received"], counted["rejected"]) == (received + 2, 3), "and 400"
         assert served.observer.request_seconds[Outcome.REJECTED].total > 0.0
         assert await asyncio.gather(*running, *answers) == [200] * len(running) + [503, 200, 200, 400, 503]
+        assert engine.too_late(1.0) is None, "nothing is held up"
+        assert engine.too_late(1.0, coming=100_000) is not None, "but so much on its way would be"
 
 
 async def test_who_would_find_the_queue_full_is_refused_at_once_and_nobody_later(images):

@@ -12,6 +12,7 @@ from slim_scheduler.core.types import Constraints, Request, Seconds, Width, Widt
 
 DEADLINE_SHARE = 0.5  # of the time to the deadline that may be filled: the rest is for what varies
 WINDOW: Seconds = 0.1  # of one look at the capacity, if it saw enough tasks
+FIRST_WINDOW: Seconds = 0.02  # until then nothing is refused for its deadline, and a tenth of a second fills a queue
 LEAST_TASKS = 32
 LONGEST_WINDOW: Seconds = 2.0
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
@@ -45,7 +46,8 @@ class Capacity:
     def worked(self, tasks: int, now: Seconds) -> None:
         self._tasks += tasks
         elapsed = now - self._start
-        if elapsed < WINDOW or (self._tasks < LEAST_TASKS and elapsed < LONGEST_WINDOW):
+        window = FIRST_WINDOW if self._rate is None else WINDOW
+        if elapsed < window or (self._tasks < LEAST_TASKS and elapsed < LONGEST_WINDOW):
             return
         rate = self._tasks / self._segments / elapsed
         if self._always_waiting:

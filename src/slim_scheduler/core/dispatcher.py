@@ -107,7 +107,9 @@ class Dispatcher:
     def too_late(self, slack: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
         """What a request with a deadline in `slack`, behind `coming` more items, would be refused with; None: it may
         come."""
-        return self._admission.too_late(slack, len(self._ledger.items) + coming) if self.held_up else None
+        if not self.held_up and not coming:
+            return None
+        return self._admission.too_late(slack, len(self._ledger.items) + coming)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:

@@ -11,7 +11,6 @@ from slim_scheduler.frontend.intake import Intake
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
 
-LEAST_WAIT: Seconds = 0.001  # below it nobody is late, and nothing is looked up
 SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
 FULL_RETRY_AFTER: Seconds = 1.0
 
@@ -24,9 +23,9 @@ def turned_away(
     limit = engine.config.dispatch.max_waiting_items
     if engine.fifo_length + intake.items + items > limit:
         return f"the queue is full: {items} items came and the limit is {limit}", FULL_RETRY_AFTER
-    wait = intake.wait()
-    if deadline is None or (wait <= LEAST_WAIT and not engine.held_up):
+    if deadline is None:
         return None
+    wait = intake.wait()
     if wait > SHARE * deadline:
         reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
         return reason, wait

@@ -20,7 +20,7 @@ from slim_scheduler.frontend.door import turned_away
 from slim_scheduler.frontend.encode import encode_answer
 from slim_scheduler.frontend.guard import Guard
 from slim_scheduler.frontend.intake import IN_HAND, Intake, Known
-from slim_scheduler.frontend.known import InferHead
+from slim_scheduler.frontend.known import InferHead, Template
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
 from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early, whole_seconds
@@ -42,6 +42,7 @@ SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs tim
 MOST_DIGITS = 18
 # Requests that need more than a body and an answer.
 SPECIAL = frozenset((b"content-encoding", b"expect", b"upgrade", b"transfer-encoding"))
+ALIKE = 0.0005  # seconds in which little changes that a refusal depends on
 SHORT = 1 << 16  # bytes of a body that uvicorn reads without asking
 
 
@@ -64,6 +65,7 @@ class HttpFront:
         self._routes = routes
         self._held = held or Held(limits.held_bytes)
         self._intakes: dict[str, Intake] = {}  # by model
+        self._last_refused: tuple[Template | None, float, bytes] = None, 0.0, b""  # what was asked, until when it holds
         self.responses: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,12 +170,12 @@ class HttpFront:
         try:
             served, intake = self._service.repository.find(head.name, head.version), self._intake(head.name)
             template = served.templates.find(bytes(body[: head.json_length])) if head.json_length else None
-            if template is not None:
-                late = turned_away(served.engine, template.asked.deadline, template.items, intake)
-                if late is not None and b"traceparent" not in head.headers:
-                    self._count(Kind.UNAVAILABLE)
-                    connection.answer_whole(refused_early(late[0], whole_seconds(late[1])))
+            if template is not None and b"traceparent" not in head.headers:
+                refusal = self._like_the_last(served, template, intake, read)
+                if refusal is not None:
+                    connection.answer_whole(refusal)
                     served.count_refused(template.items, time.monotonic() - read)
+                    self._count(Kind.UNAVAILABLE)
                     return
             call = self._let_in(served, head, body, read)
             self._held.take(len(body))
@@ -184,6 +186,21 @@ class HttpFront:
             self._answer_whole(connection, head, refused(DEFECT))
         else:
             intake.put(Known(connection, head, served, call, read))
+
+    def _like_the_last(self, served: Served, template: Template, intake: Intake, now: float) -> bytes | None:
+        """The refusal of a request whose JSON part was answered before, as bytes; None: it is let in.
+
+        One like it that was refused within the last `ALIKE` seconds is answer enough.
+        """
+        last, until, refusal = self._last_refused
+        if last is template and now < until:
+            return refusal
+        late = turned_away(served.engine, template.asked.deadline, template.items, intake)
+        if late is None:
+            return None
+        refusal = refused_early(late[0], whole_seconds(late[1]))
+        self._last_refused = template, now + ALIKE, refusal
+        return refusal
 
     def _let_in(self, served: Served, head: InferHead, body: Buffer, read: float) -> InferenceCall:
         """Decodes. Raises Refusal, also for who would be late."""

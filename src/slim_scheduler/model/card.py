@@ -119,10 +119,11 @@ def distance_text(manifest: Manifest) -> str:
     before, last = training.history[max(-LAST_EPOCHS - 1, -len(training.history))], training.history[-1]
     gains = ", ".join(f"{100 * (last.top1[width] - before.top1[width]):+.1f}" for width in last.top1)
     floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.architecture.classes)
+    epochs = last.epoch - before.epoch
     return (
-        f"{text} The targets stand. In its last {last.epoch - before.epoch:.0f} epochs, at the smallest learning rates, "
-        f"the uniform widths moved by {gains} points on held-out images, and the widest net's loss on training batches "
-        f"was {last.loss:.2f}, where label smoothing allows {floor:.2f}. `slim fit --preset cifar100` on a GPU is the "
+        f"{text} The targets stand. In its last {epochs:.0f} epochs, at the smallest learning rates, the uniform "
+        f"widths moved by {gains} points on held-out images, and the widest net's loss on training batches was "
+        f"{last.loss:.2f}, where label smoothing allows {floor:.2f}. `slim fit --preset cifar100` on a GPU is the "
         "run at the paper's size, with 1.8 to 2.4 times the multiply-adds, that the targets need."
     )
 
@@ -183,7 +184,11 @@ INTRODUCTION = (
     "`python -m slim_scheduler.model.card` from the manifests in `models/`: the tables are measured, not typed. "
     "Training never looks at test images: curves and choices come from held-out training images."
 )
-DESIGNS = "## Presets\n\nMultiply-adds and parameters of the networks that `slim fit` knows:"
+DESIGNS = (
+    "## Presets\n\n![Accuracy over multiply-adds: ours, and the paper's tables](figures/accuracy-macs.svg)\n\n"
+    "Drawn by `python -m slim_scheduler.report.designs`. Multiply-adds and parameters of the networks that `slim fit` "
+    "knows:"
+)
 TRIED = (
     "## What was tried\n\n"
     "Short runs on two shared CPU cores (300 s of CPU time each, whole cosine, one seed, top-1 on 2,500 held-out "

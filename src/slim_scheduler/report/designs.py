@@ -1,0 +1,58 @@
+"""Accuracy per multiply-add of the CIFAR-100 network, beside the paper's figures.
+
+Drawn by `python -m slim_scheduler.report.designs`. Ours are measured on the test images, one point per width tuple. The
+paper's are its tables I and II, at the multiply-adds of its size as this project counts them; that size was not trained
+here.
+"""
+
+from pathlib import Path
+
+from slim_scheduler.core.types import WidthTuple
+from slim_scheduler.model.architecture import Architecture, tuple_cost
+from slim_scheduler.model.card import TABLE_I, TABLE_II
+from slim_scheduler.model.checkpoint import Manifest, load_manifest
+from slim_scheduler.model.presets import preset_named
+from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
+
+FIGURE = Path("docs/figures/accuracy-macs.svg")
+
+
+def draw(manifest: Manifest, path: Path) -> None:
+    """Writes the figure. The manifest must have test accuracies of all tuples (`slim accuracy`)."""
+    arch, paper = manifest.architecture, preset_named("cifar100").architecture
+    test = {tuple(map(float, name.split(","))): 100 * top1 for name, top1 in manifest.accuracy["test"].items()}
+    uniform = [(width,) * arch.segments for width in arch.widths]
+    (ours, solid), (theirs, dashed) = series(0), series(1)
+    with drawing(FIGURE_SIZE[1] * 1.2) as figure:
+        axes = figure.subplots()
+        axes.scatter([_macs(arch, t) for t in test], list(test.values()), s=6, color=ours, alpha=0.35, linewidths=0)
+        label = "lean, trained here: 256 tuples, uniform ones joined"
+        axes.plot([_macs(arch, t) for t in uniform], [test[t] for t in uniform], solid, color=ours, label=label)
+        axes.plot(
+            [_macs(paper, t) for t in TABLE_I], list(TABLE_I.values()), dashed, color=theirs, label="the paper, table I"
+        )
+        axes.scatter(
+            [_macs(paper, t) for t in TABLE_II],
+            list(TABLE_II.values()),
+            s=28,
+            marker="D",
+            facecolors="none",
+            edgecolors=theirs,
+            label="the paper, table II (mixed)",
+        )
+        axes.set_xscale("log")
+        axes.set_xticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
+        axes.set_xlabel("multiply-adds per image, millions")
+        axes.set_ylabel("top-1 on CIFAR-100 test images, %")
+        axes.legend(loc="lower right")
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
+def _macs(arch: Architecture, widths: WidthTuple) -> float:
+    """Millions."""
+    return tuple_cost(arch, widths)[0] / 1e6
+
+
+if __name__ == "__main__":
+    draw(load_manifest(Path("models/cifar100")), FIGURE)
+    print(FIGURE)

@@ -1,0 +1,14 @@
+"""The figure of accuracy over multiply-adds."""
+
+from slim_scheduler.model.checkpoint import load_manifest
+from slim_scheduler.report.designs import draw
+from tests.cli.conftest import ROOT
+
+
+def test_the_figure_is_of_the_shipped_network_and_names_whose_figures_are_whose(tmp_path):
+    path = tmp_path / "designs.svg"
+    draw(load_manifest(ROOT / "models/cifar100"), path)
+    text = path.read_text()
+    assert "lean, trained here: 256 tuples" in text
+    assert "the paper, table I" in text
+    assert text.count("<use ") >= 256
