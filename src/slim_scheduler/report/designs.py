@@ -42,9 +42,10 @@ def draw(manifest: Manifest, path: Path) -> None:
         )
         axes.set_xscale("log")
         axes.set_xticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("multiply-adds per image, millions")
         axes.set_ylabel("top-1 on CIFAR-100 test images, %")
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper left")
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
