@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slim_scheduler.config import config_from, load_config
+from slim_scheduler.config import TrainingConfig, config_from, load_config
 from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
@@ -100,7 +100,7 @@ def test_the_reference_configurations_are_valid():
     assert load_config(REFERENCE / "cluster.toml").reward == balanced == load_config(REFERENCE / "below.toml").reward
 
 
-@pytest.mark.parametrize(("preset", "least", "most"), [("efficiency", 0.56, 0.60), ("balanced", 0.62, 0.66)])
+@pytest.mark.parametrize(("preset", "least", "most"), [("efficiency", 0.66, 0.70), ("balanced", 0.70, 0.74)])
 def test_the_shipped_policies_run_the_cluster_as_their_weights_ask(tmp_path, preset, least, most):
     config = load_config(REFERENCE / "cluster.toml", ("workload.duration_s=2", 'workload.end="drain"'))
     summary = simulated_run(config, f"ppo:{REFERENCE / 'policies' / preset}", 1, tmp_path)
@@ -116,4 +116,5 @@ def test_a_shipped_policy_says_what_it_was_trained_for(preset):
     trained = with_preset(load_config(REFERENCE / "cluster.toml"), REFERENCE, preset)
     assert manifest["reward"] == msgspec.to_builtins(trained.reward)
     settings = json.loads(msgspec.json.encode(trained.training))
-    assert {key: manifest["training"].get(key) for key in settings} == settings
+    was = {**msgspec.to_builtins(TrainingConfig()), **manifest["training"]}  # what came later had no effect then
+    assert json.loads(msgspec.json.encode({key: was[key] for key in settings})) == settings
