@@ -17,6 +17,7 @@ from slim_scheduler.config import load_config
 from slim_scheduler.core.messages import Message
 from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.networks import build_network
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.machines import load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import load_router, read_policy
 from slim_scheduler.sim.host import Simulation
@@ -38,7 +39,7 @@ def run() -> dict[str, Any]:
     accuracy = partial(read_accuracy, config.model.path)
     router = load_router(POLICY, facts, accuracy)
     network = build_network(manifest.kind, parameters)
-    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, accuracy)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy()))
     rng = np.random.default_rng(0)
     simulation = Simulation(config, "ppo", 0, recorder=_Nobody(), router=router)
     decisions, forwards = [], []

@@ -171,14 +171,14 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
     `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
-    (None: the time of 30 full batches), because decisions are not evenly spaced. `imposed_delay` is how much of the
-    delay that its work puts on the tasks behind it a decision is charged with. `accuracy`: a last segment's accuracy is
-    its tuple's measured share of right answers, or each item's own outcome (the same mean, noisier). `reward_scale`:
-    rewards are centred and scaled by each rollout's own mean and spread, so that an overloaded episode does not drown
-    the others, or by the run's running ones. `loads` are factors on the workload's rate, drawn per episode;
-    half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is how many copies of
-    configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower; the rate follows
-    their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
+    (None: the time of 30 full batches), because decisions are not evenly spaced. `target_delay_s`: a decision is
+    charged with the plan's price of what it uses, as many times as tasks stay longer than this. `accuracy`: a last
+    segment's accuracy is its tuple's measured share of right answers, or each item's own outcome (the same mean,
+    noisier). `reward_scale`: rewards are centred and scaled by each rollout's own mean and spread, so that an
+    overloaded episode does not drown the others, or by the run's running ones. `loads` are factors on the workload's
+    rate, drawn per episode; half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is
+    how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower;
+    the rate follows their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
     among widths and groups (`warm_start_doubt`): enough exploration to improve on it. `plan_coef`, with the observation
     `planned`: how strongly the width is held to the plan's next one.
     An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
@@ -205,7 +205,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     returns: Literal["one-step", "n-step", "gae"] = "gae"
     horizon_s: float | None = None
     gae_lambda: float = 0.97
-    imposed_delay: float = 0.0
+    target_delay_s: float | None = None
     n_steps: int = 32
     reward_weight: Literal["tasks", "block"] = "tasks"
     reward_scale: Literal["rollout", "run"] = "rollout"

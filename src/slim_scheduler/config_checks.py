@@ -28,7 +28,7 @@ POSITIVE = {
     "faults": "factor duration_s",
     "training": (
         "hidden decisions workers rollout_decisions episode_rollouts epochs minibatch learning_rate clip_coef "
-        "max_grad_norm n_steps checkpoint_updates horizon_s"
+        "max_grad_norm n_steps checkpoint_updates horizon_s target_delay_s"
     ),
 }
 # Likewise, 0 or more
@@ -39,7 +39,7 @@ NOT_NEGATIVE = {
     "telemetry": "age_s",
     "workload": "deadline_ms",
     "faults": "at_s",
-    "training": "value_coef entropy_coef warm_start_decisions imposed_delay backlog_s",
+    "training": "value_coef entropy_coef warm_start_decisions backlog_s",
 }
 # Likewise, from 0 to 1
 SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}

@@ -144,15 +144,16 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
 
         return RewardGreedy(facts, accuracy, config.reward)
     from slim_scheduler.core.router.plan import PlanFollower
+    from slim_scheduler.core.router.plans import Plans
 
     _, _, rho = name.partition(":")
     if not rho:
-        return PlanFollower(facts, accuracy)
+        return PlanFollower(Plans(facts, accuracy))
     try:
         busy = float(rho)
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
-    return PlanFollower(facts, accuracy, busy, name)
+    return PlanFollower(Plans(facts, accuracy, busy), name)
 
 
 def _prior(config: Config) -> AccuracyPrior:

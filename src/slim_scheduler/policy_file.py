@@ -7,13 +7,14 @@ refused with what differs.
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.encoders import Accuracy
 from slim_scheduler.core.router.learned import FORMAT, LearnedRouter, PolicyManifest, learned_router
 from slim_scheduler.core.router.observation import Floats
 
@@ -61,7 +62,7 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
 
 
 def load_router(
-    path: Path, facts: RouterFacts, accuracy: Accuracy, name: str = "", sample: bool = False
+    path: Path, facts: RouterFacts, accuracy: Callable[[], AccuracyPrior], name: str = "", sample: bool = False
 ) -> LearnedRouter:
     """The router of a policy folder in a run with these facts. Raises CheckpointError."""
     manifest, parameters = read_policy(path)

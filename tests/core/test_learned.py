@@ -13,6 +13,7 @@ from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.learned import LearnedRouter, PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes, build_network
 from slim_scheduler.core.router.observation import Observation, full_batch_time
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.machines import build_dispatcher, build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import load_router, write_policy
@@ -28,7 +29,7 @@ def facts_of(config):
 
 
 def sizes_for(kind, facts, hidden=32):
-    encoder = build_encoder(kind, facts, full_batch_time(facts), Table)
+    encoder = build_encoder(kind, facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     servers = len(facts.servers) if kind == "paper" else None
     return NetworkSizes(
         kind, encoder.shared_size, encoder.server_size, servers, len(facts.shape.widths), len(facts.groups), hidden
@@ -84,7 +85,7 @@ def test_numpy_policy_equals_the_torch_policy(tmp_path, kind):
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     ours = build_network(kind, network.arrays())
-    encoder = build_encoder(kind, facts, full_batch_time(facts), Table)
+    encoder = build_encoder(kind, facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     for view in views(config):
         observation = encoder.encode(view)
         heads = ours.forward(observation)
@@ -118,7 +119,7 @@ def test_the_order_of_servers_permutes_the_choice(tmp_path):
     config = training_cluster(tmp_path)
     facts = facts_of(config)
     network = build_network("extended", random_parameters(sizes_for("extended", facts)))
-    encoder = build_encoder("extended", facts, full_batch_time(facts), Table)
+    encoder = build_encoder("extended", facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     rng = np.random.default_rng(0)
     chosen = set()
     for view in views(config):
@@ -168,7 +169,7 @@ def test_nan_falls_back(tmp_path):
     facts = facts_of(config)
     parameters = random_parameters(sizes_for("extended", facts))
     parameters["server.weight"][0] = np.nan
-    encoder = build_encoder("extended", facts, full_batch_time(facts), Table)
+    encoder = build_encoder("extended", facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     router = LearnedRouter("x", build_network("extended", parameters), encoder, facts.shape.widths, facts.groups)
     with pytest.raises(RouterError, match="NaN"):
         router.decide(next(views(config)), np.random.default_rng(0))
@@ -196,7 +197,7 @@ def test_argmax_ignores_what_differs_between_processors(tmp_path):
     parameters = random_parameters(sizes_for("paper", facts))
     parameters = {name: np.zeros_like(values) for name, values in parameters.items()}
     parameters["width.bias"] = np.array([1.0, 1.0 + 1e-6], np.float32)  # equal but for the seventh digit
-    encoder = build_encoder("paper", facts, full_batch_time(facts), Table)
+    encoder = build_encoder("paper", facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     router = LearnedRouter("x", build_network("paper", parameters), encoder, facts.shape.widths, facts.groups)
     assert router.decide(next(views(config)), np.random.default_rng(0)).width == facts.shape.widths[0]
 
@@ -206,7 +207,10 @@ def test_unknown_is_not_zero(tmp_path):
     head = Head(0, None, None, 1, 0.0, None, facts.shape.widths)
     servers = {name: ServerView(name, 16, 0, 0.0) for name in facts.servers}
     silent = View(0.0, head, 1, (1, 0), 0, servers)
-    paper, extended = (build_encoder(kind, facts, full_batch_time(facts), Table) for kind in ("paper", "extended"))
+    unit = full_batch_time(facts)
+    paper, extended = (
+        build_encoder(kind, facts, unit, lambda: Plans(facts, Table())) for kind in ("paper", "extended")
+    )
     assert paper.encode(silent).shared[2:].tolist() == [-1.0] * 9
     before = extended.encode(silent).servers
     for name, server in servers.items():

@@ -6,7 +6,8 @@ import pytest
 from numpy.random import default_rng
 
 from slim_scheduler.core.plan import PlanProgram
-from slim_scheduler.core.router.plan import LOAD_STEPS, PlanFollower
+from slim_scheduler.core.router.plan import PlanFollower
+from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
 RNG = default_rng(0)
@@ -15,7 +16,7 @@ FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind
 
 def after_a_second_at(load: int, facts=FACTS, now: float = 1.0) -> PlanFollower:
     """A router that has seen `load` items arrive and be answered in the first second."""
-    router = PlanFollower(facts, Table(), rho=1.0)
+    router = PlanFollower(Plans(facts, Table(), rho=1.0))
     router.decide(view(*[seen(name) for name in facts.servers], waiting=0, now=now, completed=load), RNG)
     return router
 
@@ -43,7 +44,7 @@ def test_what_it_sends_has_the_plans_shares(load):
 
 
 def test_before_anything_is_measured_it_plans_for_the_highest_load():
-    router = PlanFollower(FACTS, Table(), rho=1.0)
+    router = PlanFollower(Plans(FACTS, Table(), rho=1.0))
     decisions = [router.decide(view(seen("a"), seen("b"), now=0.5), RNG) for _ in range(50)]
     assert {decision.width for decision in decisions} == {0.5}
 
@@ -62,7 +63,7 @@ def test_the_plan_is_looked_at_again_every_second():
 
 
 def test_what_waits_counts_as_load():
-    router = PlanFollower(FACTS, Table(), rho=1.0)
+    router = PlanFollower(Plans(FACTS, Table(), rho=1.0))
     busy = view(seen("a"), seen("b"), waiting=500, now=1.0)
     assert router.decide(busy, RNG).width == 0.5
 

@@ -7,6 +7,7 @@ from numpy.random import default_rng
 from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.plan import PlanFollower
 from slim_scheduler.core.router.planned import MOST_BEHIND
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.types import Decision
 from tests.core.facts import WIDTHS, Table, cluster, seen, server, ten_ms_per_item, view
 
@@ -15,12 +16,12 @@ KINDS = [(0, None), (1, 0.5), (1, 1.0)]
 
 
 def planned():
-    return build_encoder("planned", FACTS, 0.1, Table)
+    return build_encoder("planned", FACTS, 0.1, lambda: Plans(FACTS, Table()))
 
 
 @pytest.mark.parametrize("load", [39, 86, 126])
 def test_the_plans_next_choice_is_what_the_plan_follower_decides(load):
-    encoder, teacher, rng = planned(), PlanFollower(FACTS, Table()), default_rng(load)
+    encoder, teacher, rng = planned(), PlanFollower(Plans(FACTS, Table())), default_rng(load)
     chosen = set()
     for step in range(400):
         segment, previous = KINDS[rng.integers(3)]

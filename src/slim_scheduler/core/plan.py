@@ -60,6 +60,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return shares
 
 
+class Prices(msgspec.Struct, frozen=True):
+    """What limits are worth at a load: accuracy, summed over items, that one more unit would buy (the program's dual).
+
+    `device`: per second of its work; `into`, `out_of`: per byte to a server and from it. On one shared medium a byte
+    is paid for where it arrives.
+    """
+
+    device: dict[ServerName, float]
+    into: dict[ServerName, float]
+    out_of: dict[ServerName, float]
+
+
 class PlanProgram:
     """The program for one cluster; `rho` is how busy each device and link may be. Raises InputError."""
 
@@ -102,6 +114,7 @@ class PlanProgram:
         self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step) for n, step in self._places}
         self._equalities = _Rows(self._columns)
         self._limits = _Rows(self._columns)
+        self._rows: dict[tuple[str, ServerName], int] = {}  # of the limits that have a price
         self._conserve()
         self._limit_devices()
         self._limit_links()
@@ -144,6 +157,17 @@ class PlanProgram:
         even = self._solve(objective, load, accuracy)
         return self._plan(solution if even is None else even)
 
+    def prices(self, load: float) -> Prices | None:
+        """What device time and links are worth at a load. None: the load cannot be carried."""
+        solved = self._solved(self._errors(load), load)
+        if not solved.success:
+            return None
+        marginals = solved.ineqlin.marginals  # of the objective, which is the mean error per item
+        worth = {key: max(0.0, -load * float(marginals[row])) for key, row in self._rows.items()}
+        return Prices(
+            *({name: worth.get((kind, name), 0.0) for name in self._names} for kind in ("device", "into", "out of"))
+        )
+
     def _errors(self, load: float) -> Any:
         objective = np.zeros(self._columns)
         objective[: len(self._tuples)] = (1 - self._top1) / load
@@ -166,7 +190,7 @@ class PlanProgram:
         for i, name in enumerate(self._names):
             work = [(self._place[name, step], self._seconds[name, step]) for step in self._steps]
             most, lines = work_and_power(self._facts.servers[name], self._rho)
-            self._limits.add(work, most)
+            self._rows["device", name] = self._limits.add(work, most)
             self._limits.add([(j, s / most) for j, s in work] + [(self._busiest, -1.0)], 0.0)
             for slope, watts in lines:  # power >= slope * work + watts
                 self._limits.add([(j, slope * s) for j, s in work] + [(self._first_power + i, -1.0)], -watts)
@@ -195,14 +219,19 @@ class PlanProgram:
             if facts.shared_link:  # a move crosses the one medium once: counted where it leaves
                 shared += down + up
             else:
-                self._limits.add(down + moved_in, limit)
-                self._limits.add(up, limit)
+                self._rows["into", name] = self._limits.add(down + moved_in, limit)
+                self._rows["out of", name] = self._limits.add(up, limit)
         if shared:
-            self._limits.add(shared, self._rho * min(s.bytes_per_s for s in facts.servers.values()))
+            row = self._limits.add(shared, self._rho * min(s.bytes_per_s for s in facts.servers.values()))
+            self._rows |= {("into", name): row for name in self._names}
 
     # ---- solving
 
     def _solve(self, objective: Any, load: float | None, accuracy: float = 0.0) -> Any:
+        solved = self._solved(objective, load, accuracy)
+        return solved.x if solved.success else None
+
+    def _solved(self, objective: Any, load: float | None, accuracy: float = 0.0) -> Any:
         from scipy.optimize import linprog  # 0.2 s to import, and only this needs it
         from scipy.sparse import csr_array, vstack
 
@@ -215,7 +244,7 @@ class PlanProgram:
         bounds[:, 1] = np.inf
         if load is not None:
             bounds[self._load] = load
-        solved = linprog(
+        return linprog(
             objective,
             A_ub=vstack([limited, csr_array(floor[None])]),
             b_ub=np.append(limits, 0.0),
@@ -224,7 +253,6 @@ class PlanProgram:
             bounds=bounds,
             method="highs",
         )
-        return solved.x if solved.success else None
 
     def _plan(self, x: Any) -> Plan:
         load = float(x[self._load])
@@ -263,12 +291,14 @@ class _Rows:
         self._value: list[float] = []
         self._right: list[float] = []
 
-    def add(self, entries: Sequence[tuple[int, float]], right: float) -> None:
+    def add(self, entries: Sequence[tuple[int, float]], right: float) -> int:
+        """Returns the row's number."""
         for column, value in entries:
             self._row.append(len(self._right))
             self._column.append(column)
             self._value.append(value)
         self._right.append(right)
+        return len(self._right) - 1
 
     def matrix(self) -> tuple[Any, Any]:
         from scipy.sparse import csr_array

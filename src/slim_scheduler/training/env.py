@@ -24,7 +24,7 @@ from slim_scheduler.core.router.observation import (
 )
 from slim_scheduler.core.types import Decision
 from slim_scheduler.training.episode import Credit, Episode
-from slim_scheduler.training.scenario import Scenario, Scenarios
+from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
 ENV_ID = "SlimScheduler/Cluster-v0"
 LARGEST_SEED = 2**31
@@ -50,11 +50,12 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
         self._accuracy = read_accuracy(Path(self._config.model.path) / TABLE_FILES["held-out"])
+        self._plans = PlansOf(self._accuracy)
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups
         self._encoder: Encoder = build_encoder(
-            self._config.training.observation, facts, self._batch_time, lambda: self._accuracy
+            self._config.training.observation, facts, self._batch_time, lambda: self._plans(facts)
         )
         self._episode: Episode | None = None
         self._observation: Observation | None = None
@@ -66,7 +67,9 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         super().reset(seed=seed)
         scenario: Scenario = self._scenarios.draw(self.np_random)
         training = self._config.training
-        self._encoder = build_encoder(training.observation, scenario.facts, self._batch_time, lambda: self._accuracy)
+        self._encoder = build_encoder(
+            training.observation, scenario.facts, self._batch_time, lambda: self._plans(scenario.facts)
+        )
         self._episode = Episode(
             scenario.config,
             self._accuracy,

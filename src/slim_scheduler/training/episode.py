@@ -5,7 +5,7 @@ what ran. A block that an episode's end leaves unfinished is charged for its age
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.random import Generator
@@ -17,8 +17,12 @@ from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Block, Decision, Joules, Seconds, ServerName, WidthTuple
 from slim_scheduler.sim.host import Simulation
-from slim_scheduler.training.imposed import ImposedDelay
 from slim_scheduler.workload import generate
+
+
+class Charges(Protocol):
+    def charge(self, view: View, decision: Decision) -> float:
+        """Reward that a decision costs others, per task of its block."""
 
 
 class Credit(NamedTuple):
@@ -43,8 +47,8 @@ class Episode:
     """`view` is what the next decision is about, None when the run is over. Decisions are numbered from 1.
 
     `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
-    Arrivals of the first `backlog` seconds wait at the start. `imposed`, where it is given, says what a decision
-    costs the tasks behind it.
+    Arrivals of the first `backlog` seconds wait at the start. `charges`, where they are given, say what a
+    decision costs others.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Episode:
         *,
         expected: bool = False,
         backlog: Seconds = 0.0,
-        imposed: ImposedDelay | None = None,
+        charges: Charges | None = None,
     ) -> None:
         self._weights = config.reward
         self._accuracy = accuracy
@@ -63,8 +67,8 @@ class Episode:
         self._shares: dict[WidthTuple, float] = {}
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
-        self._imposed = imposed
-        self._charges: dict[int, float] = {}
+        self._charges = charges
+        self._charged: dict[int, float] = {}
         arrivals = generate(config.workload, seed, accuracy.items)
         arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
@@ -87,8 +91,8 @@ class Episode:
         """
         self._choice.decision = decision
         self.decisions += 1
-        if self._imposed is not None and self.view is not None:
-            self._charges[self.decisions] = self._imposed.charge(self.view, decision)
+        if self._charges is not None and self.view is not None:
+            self._charged[self.decisions] = self._charges.charge(self.view, decision)
         self.simulation.decide()
         self.view = self.simulation.run_until_decision()
         return self.decisions
@@ -138,7 +142,7 @@ class Episode:
             total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
-        imposed = self._charges.pop(number, 0.0)
+        imposed = self._charged.pop(number, 0.0)
         self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, imposed))
 
     def _right(self, item: int, widths: WidthTuple) -> float:

@@ -26,12 +26,13 @@ from slim_scheduler.core.router.observation import (
     Observation,
     full_batch_time,
 )
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.machines import build_router
-from slim_scheduler.training.episode import Credit, Episode
-from slim_scheduler.training.imposed import ImposedDelay
-from slim_scheduler.training.scenario import Scenario, Scenarios
+from slim_scheduler.training.episode import Charges, Credit, Episode
+from slim_scheduler.training.price import CapacityPrice
+from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
 LARGEST_SEED = 2**31
 
@@ -98,6 +99,7 @@ class Actor:
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
         self._accuracy = read_accuracy(Path(config.model.path) / TABLE_FILES["held-out"])
+        self._plans = PlansOf(self._accuracy)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
         self._rng: Generator
@@ -153,7 +155,7 @@ class Actor:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
             self._encoder = build_encoder(
-                self._training.observation, self._scenario.facts, self._batch_time, lambda: self._accuracy
+                self._training.observation, self._scenario.facts, self._batch_time, self._plans_here
             )
             self._episode = Episode(
                 self._scenario.config,
@@ -161,19 +163,20 @@ class Actor:
                 int(self._rng.integers(LARGEST_SEED)),
                 expected=self._training.accuracy == "expected",
                 backlog=self._scenario.backlog,
-                imposed=self._imposed(),
+                charges=self._charges(),
             )
             self._teacher = None
             self._before = self._number
             if self._episode.view is not None:
                 return
 
-    def _imposed(self) -> ImposedDelay | None:
-        if not self._training.imposed_delay:
-            return None
-        widths, segments = self._scenario.facts.shape.widths, self._scenario.facts.shape.segments
-        spread = self._accuracy.top1((widths[-1],) * segments) - self._accuracy.top1((widths[0],) * segments)
-        return ImposedDelay(self._scenario.facts, self._config.reward, spread, self._training.imposed_delay)
+    def _plans_here(self) -> Plans:
+        return self._plans(self._scenario.facts)
+
+    def _charges(self) -> Charges | None:
+        """What decisions are charged with beyond eq. 7."""
+        target = self._training.target_delay_s
+        return None if target is None else CapacityPrice(self._plans_here(), self._config.reward.alpha, target)
 
     def _end(self) -> list[Credit]:
         self._episode.end()

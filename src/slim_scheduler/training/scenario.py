@@ -8,8 +8,10 @@ import msgspec
 from numpy.random import Generator
 
 from slim_scheduler.config import Config, ServerConfig
+from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.observation import server_capacity
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.machines import load_profiles, load_shape, router_facts
 
@@ -20,6 +22,19 @@ class Scenario(msgspec.Struct, frozen=True):
     config: Config
     facts: RouterFacts
     backlog: Seconds
+
+
+class PlansOf:
+    """Plans of the cluster that was last asked for: episodes on one cluster share them."""
+
+    def __init__(self, accuracy: AccuracyPrior) -> None:
+        self._accuracy = accuracy
+        self._plans: Plans | None = None
+
+    def __call__(self, facts: RouterFacts) -> Plans:
+        if self._plans is None or self._plans.facts is not facts:
+            self._plans = Plans(facts, self._accuracy)
+        return self._plans
 
 
 class Scenarios:

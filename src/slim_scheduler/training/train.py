@@ -21,6 +21,7 @@ from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.learned import PolicyManifest
 from slim_scheduler.core.router.networks import NetworkSizes
 from slim_scheduler.core.router.observation import full_batch_time
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.interruption import deferred
 from slim_scheduler.policy_file import write_policy
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
@@ -145,7 +146,7 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
     batch_time = full_batch_time(facts)
     folder = Path(config.model.path)
     encoder = build_encoder(
-        training.observation, facts, batch_time, lambda: read_accuracy(folder / TABLE_FILES["held-out"])
+        training.observation, facts, batch_time, lambda: Plans(facts, read_accuracy(folder / TABLE_FILES["held-out"]))
     )
     shape = facts.shape
     return PolicyManifest(

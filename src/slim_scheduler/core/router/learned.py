@@ -5,7 +5,7 @@ softmax. Exploration (eq. 5) belongs to training and is 0 here. What a policy ca
 guard falls back and counts it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import Any, Literal
 
@@ -13,11 +13,13 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
+from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.encoders import Accuracy, build_encoder
+from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.networks import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds, Width
 
@@ -94,7 +96,7 @@ def learned_router(
     manifest: PolicyManifest,
     parameters: Mapping[str, Floats],
     facts: RouterFacts,
-    accuracy: Accuracy,
+    accuracy: Callable[[], AccuracyPrior],
     name: str,
     sample: bool = False,
 ) -> LearnedRouter:
@@ -105,7 +107,7 @@ def learned_router(
     """
     manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
-    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, accuracy)
+    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy()))
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
     return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample)

@@ -7,10 +7,9 @@ the plan's next; to follow the plan is then to copy these, and what is left to l
 
 import numpy as np
 
-from slim_scheduler.core.admission import AccuracyPrior
-from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.observation import ExtendedEncoder, Observation
 from slim_scheduler.core.router.plan import PlanLedger
+from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds
 
@@ -21,9 +20,10 @@ NOT_PLANNED = -MOST_BEHIND
 class PlannedEncoder:
     """It is of one run, and must be told each decision (`took`)."""
 
-    def __init__(self, facts: RouterFacts, batch_time: Seconds, accuracy: AccuracyPrior) -> None:
+    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
+        facts = plans.facts
         self._seen = ExtendedEncoder(facts, batch_time)
-        self._ledger = PlanLedger(facts, accuracy)
+        self._ledger = PlanLedger(plans)
         self._widths = facts.shape.widths
         self._places = {
             (name, width): (row, column)

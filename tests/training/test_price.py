@@ -1,0 +1,81 @@
+"""What device time and links are worth, on clusters small enough to price by hand."""
+
+import pytest
+
+from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
+from slim_scheduler.core.types import Decision
+from slim_scheduler.training.episode import Episode
+from slim_scheduler.training.price import MOST_DELAYED, CapacityPrice
+from slim_scheduler.training.scenario import Scenarios
+from tests.core.facts import Table, cluster, seen, server, view
+from tests.training.clusters import small_table, training_cluster
+
+# One server that carries 100 items/s. 5 ms more make an item's last segment wide, worth 0.2 of accuracy: 40 per second.
+# From 67 items/s down all of those fit, and what is left makes first segments wide: 20 per second. Below 50 all is.
+PLANS = Plans(cluster(server("a")), Table(), rho=1.0)
+
+
+@pytest.mark.parametrize(("load", "price"), [(40, 0.0), (60, 20.0), (80, 40.0), (98, 40.0)])
+def test_device_time_is_worth_what_it_buys_where_it_buys_most(load, price):
+    prices = PLANS.prices((("a",), load * LOAD_STEPS // 100))
+    assert prices.device == {"a": pytest.approx(price)}
+    assert (prices.into, prices.out_of) == ({"a": 0.0}, {"a": 0.0}), "the link is wide"
+
+
+def charge(width, completed=76, waiting=8, target=8 / (2 * 88), group=8):
+    """By default 84 items came in the first second, and 8 of them are to be made up for in two: a load of 88."""
+    seconds = CapacityPrice(PLANS, alpha=1.0, target=target)
+    return seconds.charge(view(seen("a"), waiting=waiting, now=1.0, completed=completed), Decision("a", width, group))
+
+
+def test_at_the_target_delay_widths_that_the_plan_mixes_are_worth_the_same():
+    assert charge(1.0) - charge(0.5) == pytest.approx(0.2, rel=1e-4), "what a wide last segment earns"
+
+
+def test_a_longer_delay_costs_more_up_to_a_limit_and_idle_devices_nothing():
+    assert charge(1.0, target=4 / (2 * 88)) == pytest.approx(2 * charge(1.0))
+    assert charge(1.0, target=1e-9) == pytest.approx(MOST_DELAYED * charge(1.0), rel=1e-4)
+    assert charge(1.0, completed=20) == 0.0
+
+
+def test_a_block_that_fills_no_batch_pays_for_its_own():
+    def half_launch(segment, previous, width, batch):
+        return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8
+
+    facts = cluster(server("a", half_launch))
+    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1)
+    now = view(seen("a"), now=1.0, completed=90)
+    assert price.charge(now, Decision("a", 0.5, 1)) == pytest.approx(4.5 * price.charge(now, Decision("a", 0.5, 8)))
+
+
+def test_a_link_that_is_full_has_a_price_as_well():
+    # Each device is fast at one segment only, so activations move, over narrow links; narrow ones are half as large.
+    def first(segment, previous, width, batch):
+        return batch * (0.0025 if segment == 0 else 0.020)
+
+    def second(segment, previous, width, batch):
+        return batch * (0.0025 if segment == 1 else 0.020)
+
+    servers = server("a", first, bytes_per_s=20_000.0), server("b", second, bytes_per_s=20_000.0)
+    plans = Plans(cluster(*servers, move_activations=True), Table(), rho=1.0)
+    prices = plans.prices((("a", "b"), LOAD_STEPS))
+    link = prices.into["b"] + prices.out_of["a"]
+    assert link > 0
+    price = CapacityPrice(plans, 1.0, 1.0)
+    now = view(seen("a"), seen("b"), segment=1, previous=1.0, home="a", now=1.0, completed=10_000)
+    moves, stays = (price.charge(now, Decision(name, 0.5, 8)) for name in ("b", "a"))
+    delay = 8 / (2 * plans.load((("a", "b"), LOAD_STEPS)))
+    expected = 0.0025 * prices.device["b"] + 400 * link
+    assert (moves, stays) == (pytest.approx(expected * delay), pytest.approx(0.020 * prices.device["a"] * delay))
+
+
+def test_a_credit_says_what_its_decision_cost_others(tmp_path):
+    config = training_cluster(tmp_path, workload={"rate": 50_000.0})
+    price = CapacityPrice(Plans(Scenarios(config).facts, small_table()), 1.0, 0.01)
+    episode = Episode(config, small_table(), seed=0, charges=price)
+    for _ in range(20):
+        episode.decide(Decision("a", 0.5, 1) if episode.view.servers["a"].available else Decision("b", 0.5, 1))
+    episode.end()
+    credits = episode.take_credits()
+    assert all(credit.imposed > 0 for credit in credits)
+    assert credits[0].net == credits[0].reward - credits[0].imposed
