@@ -1,4 +1,5 @@
-"""A decision of the learned router against a bare NumPy forward of the same network, on the demo's three servers.
+"""A decision of the learned router against a bare NumPy forward of the same network, on three servers: the observation
+`extended` on the demo's, `planned` on the reference cluster's.
 
 Both are timed in turn on the same views of one simulated run, so that a busy machine slows both alike. "Theirs" is the
 bare forward.
@@ -22,8 +23,14 @@ from slim_scheduler.machines import load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import load_router, read_policy
 from slim_scheduler.sim.host import Simulation
 
-CONFIG, POLICY = Path("examples/demo/cluster.toml"), Path("examples/demo/policies/balanced")
-RATE = 900.0
+CASES = {  # configuration, policy, items per second
+    "ppo_decision": (Path("examples/demo/cluster.toml"), Path("examples/demo/policies/balanced"), 900.0),
+    "ppo_decision_planned": (
+        Path("examples/reference/below.toml"),
+        Path("examples/reference/policies/responsive"),
+        6094.0,
+    ),
+}
 DECISIONS = 5_000
 
 
@@ -32,12 +39,16 @@ class _Nobody:
 
 
 def run() -> dict[str, Any]:
-    config = load_config(CONFIG, (f"workload.rate={RATE}",))
+    return {name: _measured(*case) for name, case in CASES.items()}
+
+
+def _measured(file: Path, policy: Path, rate: float) -> dict[str, Any]:
+    config = load_config(file, (f"workload.rate={rate}",))
     shape = load_shape(config)
     facts = router_facts(config, shape, load_profiles(config, shape))
-    manifest, parameters = read_policy(POLICY)
+    manifest, parameters = read_policy(policy)
     accuracy = partial(read_accuracy, config.model.path)
-    router = load_router(POLICY, facts, accuracy)
+    router = load_router(policy, facts, accuracy)
     network = build_network(manifest.kind, parameters)
     encoder = build_encoder(manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy()))
     rng = np.random.default_rng(0)
@@ -55,11 +66,9 @@ def run() -> dict[str, Any]:
         simulation.decide()
     ours, theirs = (float(np.median(times)) * 1e6 for times in (decisions, forwards))
     return {
-        "ppo_decision": {
-            "ratio": ours / theirs,
-            "ours": round(ours, 1),
-            "theirs": round(theirs, 1),
-            "unit": "us per decision (median)",
-            "versions": {"slim-scheduler": version("slim-scheduler"), "numpy": version("numpy")},
-        }
+        "ratio": ours / theirs,
+        "ours": round(ours, 1),
+        "theirs": round(theirs, 1),
+        "unit": "us per decision (median)",
+        "versions": {"slim-scheduler": version("slim-scheduler"), "numpy": version("numpy")},
     }
