@@ -187,7 +187,7 @@ def test_a_return_that_does_not_is_one_tasks_and_weighs_as_many_as_there_are():
 
 def test_what_a_decision_imposes_is_taken_from_what_it_earned():
     scale = RewardScale()
-    assert scale.apply(Credit(1, 1, 1.0, *[0.0] * 4, imposed=0.25), sums=True) == 0.75
+    assert scale.apply(Credit(1, 1, 1.0, *[0.0] * 4, charged=0.25), sums=True) == 0.75
 
 
 @pytest.mark.parametrize("kind", ["paper", "extended"])

@@ -77,5 +77,5 @@ def test_a_credit_says_what_its_decision_cost_others(tmp_path):
         episode.decide(Decision("a", 0.5, 1) if episode.view.servers["a"].available else Decision("b", 0.5, 1))
     episode.end()
     credits = episode.take_credits()
-    assert all(credit.imposed > 0 for credit in credits)
-    assert credits[0].net == credits[0].reward - credits[0].imposed
+    assert all(credit.charged > 0 for credit in credits)
+    assert credits[0].net == credits[0].reward - credits[0].charged

@@ -177,7 +177,7 @@ def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):
 def report(**changes) -> UpdateReport:
     fields = {
         "update": 1, "updates": 2, "decided": 1, "seconds": 1.0, "decisions_per_s": 1.0, "reward": 0.0,
-        "accuracy": 0.9, "latency": 0.1, "energy": 1.0, "variance": 0.02, "imposed": 0.0, "memory": 0.5,
+        "accuracy": 0.9, "latency": 0.1, "energy": 1.0, "variance": 0.02, "charged": 0.0, "memory": 0.5,
         "width_share": (0.4, 0.6), "server_share": (0.5, 0.5), "group_mean": 2.0, "stats": UpdateStats(),
     }  # fmt: skip
     return UpdateReport(**{**fields, **changes})

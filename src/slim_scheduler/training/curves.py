@@ -33,7 +33,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     latency: float
     energy: float
     variance: float
-    imposed: float
+    charged: float
     memory: float
     width_share: tuple[float, ...]
     server_share: tuple[float, ...]
@@ -45,7 +45,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         """All numbers by name, as the curves have them."""
         flat = {
             f"reward/{name}": getattr(self, name)
-            for name in ("reward", "accuracy", "latency", "energy", "variance", "imposed")
+            for name in ("reward", "accuracy", "latency", "energy", "variance", "charged")
         }
         flat |= {f"ppo/{name}": value for name, value in msgspec.structs.asdict(self.stats).items()}
         flat |= {f"width_share/{i}": share for i, share in enumerate(self.width_share)}
@@ -70,7 +70,7 @@ def describe(
         latency=float(means[2]),
         energy=float(means[3]),
         variance=float(means[4]),
-        imposed=float(means[5]),
+        charged=float(means[5]),
         memory=max(rollout.memory for rollout in rollouts),
         server_share=_shares(action[:, 0], servers),
         width_share=_shares(action[:, 1], widths),

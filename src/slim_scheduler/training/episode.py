@@ -35,12 +35,12 @@ class Credit(NamedTuple):
     latency: Seconds
     energy: Joules
     variance: float
-    imposed: float = 0.0
+    charged: float = 0.0
 
     @property
     def net(self) -> float:
         """What training credits."""
-        return self.reward - self.imposed
+        return self.reward - self.charged
 
 
 class Episode:
@@ -142,8 +142,8 @@ class Episode:
             total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
-        imposed = self._charged.pop(number, 0.0)
-        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, imposed))
+        charged = self._charged.pop(number, 0.0)
+        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged))
 
     def _right(self, item: int, widths: WidthTuple) -> float:
         """The prior of the widths so far; of a complete tuple its share of right answers, or this item's outcome."""
