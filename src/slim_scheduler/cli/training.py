@@ -29,7 +29,8 @@ def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="The policy's folder; a run stopped there is resumed.")],
     seed: Seed = 0,
     preset: Annotated[
-        str | None, typer.Option("--preset", help="Reward weights and settings: a TOML file, or its name beside --config.")
+        str | None,
+        typer.Option("--preset", help="Reward weights and settings: a TOML file, or its name beside --config."),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
