@@ -167,9 +167,8 @@ async def open_loop(send: Send, rate: float, duration: float, rng: np.random.Gen
 
 async def closed_loop(send: Send, concurrency: int, duration: float, tally: Tally) -> float:
     """Each of `concurrency` callers sends again as soon as it is answered. Returns when it began."""
-    end = 0.0
 
-    async def caller(first: int) -> None:
+    async def caller(first: int, end: float) -> None:
         number = first
         while (intended := time.perf_counter()) < end:
             status = await send(number)
@@ -180,7 +179,7 @@ async def closed_loop(send: Send, concurrency: int, duration: float, tally: Tall
     with _brief_collections():
         start = time.perf_counter()
         end = start + duration
-        await asyncio.gather(*(caller(first) for first in range(concurrency)))
+        await asyncio.gather(*(caller(first, end) for first in range(concurrency)))
     return start
 
 

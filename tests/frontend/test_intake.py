@@ -35,7 +35,7 @@ class Taken:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.ends: list[asyncio.Future[None]] = []
-        self.intake = Intake(self.take)
+        self.intake = Intake(self.take, lambda: IN_HAND)
 
     def take(self, known: Known) -> asyncio.Future[None]:
         self.numbers.append(int(known.call.request_id))

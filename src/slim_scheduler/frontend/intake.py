@@ -50,7 +50,7 @@ class Intake:
     `most` is how many may be in hand while the loop is busy.
     """
 
-    def __init__(self, take: Take, most: Callable[[], int] = lambda: IN_HAND) -> None:
+    def __init__(self, take: Take, most: Callable[[], int]) -> None:
         self.items = 0  # of the requests that wait, or were taken and have not come to the dispatcher
         self._take = take
         self._most = most

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentF
 from slim_scheduler.record_columns import Blocks, Floats, items_of, numbers, texts
 from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.run_folder import RunFolder
-from slim_scheduler.report.theme import CARD, INK, SOFT, drawing, series, width_color
+from slim_scheduler.report.theme import CARD, SOFT, drawing, marker, series, width_color
 
 Groups = Mapping[str, Sequence[RunFolder]]
 CURVE_POINTS = 300
@@ -118,13 +118,14 @@ def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0) -
             color = series(i)[0]
             x, y = _value(price) * scale, _value(accuracy) * 100
             bars: dict[str, Any] = {"xerr": _half(price, scale), "yerr": _half(accuracy, 100)}
-            axes.errorbar(x, y, **bars, fmt="o", ms=8, color=color, mec=CARD, mew=1.2, elinewidth=1.4, capsize=0)
-            axes.annotate(router, (x, y), (7, 5), textcoords="offset points", color=INK, fontsize=9)
+            bars |= {"elinewidth": 1.4, "capsize": 0, "label": router}
+            axes.errorbar(x, y, fmt=marker(i), ms=8, color=color, mec=CARD, mew=1.2, **bars)
         prices = [_value(price) for *_, price in points]
         if max(prices) > 8 * max(min(prices), 1e-12):
             axes.set_xscale("log")
             _plain_log(axes)
-        axes.margins(0.18, 0.15)
+        axes.margins(0.1, 0.15)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.0)
         axes.set_xlabel(label)
         axes.set_ylabel("accuracy, %")
     return figure

@@ -17,7 +17,8 @@ from slim_scheduler.core.errors import RecordError
 class Measure:
     """One column. `key` is the summary's, nested keys joined by a dot; shown as value x scale with `unit`.
 
-    `digits` after the point; None for three significant ones, where sizes differ much between clusters.
+    `digits` after the point; None for three significant ones of the value or the spread, whichever is larger, where
+    sizes differ much between clusters.
     """
 
     key: str
@@ -30,16 +31,12 @@ class Measure:
     def show(self, value: float | None, spread: float | None = None) -> str:
         if value is None:
             return "–"
-        text = self._number(value)
-        return text if spread is None else f"{text} ± {self._number(spread)}"
-
-    def _number(self, value: float) -> str:
-        shown = value * self.scale
+        shown = [v * self.scale for v in (value, spread) if v is not None]
         digits = self.digits
         if digits is None:
-            digits = max(0, 2 - math.floor(math.log10(abs(shown)))) if shown else 1
-        text = f"{shown:,.{digits}f}"
-        return text.replace("-", "−")
+            largest = max(map(abs, shown))
+            digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 1
+        return " ± ".join(f"{v:,.{digits}f}".replace("-", "−") for v in shown)
 
     @property
     def heading(self) -> str:
@@ -64,7 +61,7 @@ REWARDED = (
     Measure("energy_block_j.mean", "block energy", "J", 1, None, "low"),
     Measure("energy_block_j.sd", "sd", "J", 1, None, "low"),
     Measure("utilization_variance.mean", "utilisation variance", "", 1, 4),
-    Measure("reward.mean", "reward", "per item", 1, 3, "high"),
+    Measure("reward.mean", "reward", "per item", 1, None, "high"),
     Measure("decision_us.mean", "decision", "µs", 1, 1, "low"),
 )
 # What fits a terminal.

@@ -39,6 +39,7 @@ INK, SOFT, LINE, CARD = (COLORS[name][0] for name in ("ink", "soft", "line", "ca
 SERIES = tuple(COLORS[f"s{i}"][0] for i in range(8))
 WIDTH_RAMP = tuple(COLORS[f"w{i}"][0] for i in range(4))
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+MARKERS = "os^Dvp*P"  # beside the colours, one each
 FIGURE_SIZE = (5.4, 3.5)  # inches: text stays readable when a phone shrinks it to its width
 
 _STYLE: Any = {
@@ -75,6 +76,11 @@ _STYLE: Any = {
 def series(i: int) -> tuple[str, str]:
     """Colour and dash of the i-th of several lines: distinct beyond the number of colours, and without colour."""
     return SERIES[i % len(SERIES)], DASHES[(i // len(SERIES) + i) % len(DASHES)]
+
+
+def marker(i: int) -> str:
+    """The i-th point's shape."""
+    return MARKERS[i % len(MARKERS)]
 
 
 def width_color(i: int, widths: int) -> str:

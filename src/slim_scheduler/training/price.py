@@ -7,6 +7,7 @@ the queue, as in dual ascent, keeps it short: at the target delay the price is t
 """
 
 from slim_scheduler.core.plan import seconds_per_item
+from slim_scheduler.core.router.links import moved_bytes
 from slim_scheduler.core.router.plan import PlanLedger
 from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import View
@@ -40,11 +41,10 @@ class CapacityPrice:
         head, prices = view.head, self._ledger.prices(view)
         name = decision.server
         cost = self._seconds(view, decision) * prices.device.get(name, 0.0)
-        size = self._facts.shape.input_bytes if head.home is None else 0
-        if self._facts.move_activations and head.home not in (None, name) and head.previous_width is not None:
-            size = self._facts.shape.activation(head.segment - 1, head.previous_width)
-            cost += size * prices.out_of.get(head.home, 0.0)
+        size = moved_bytes(self._facts, head, name)
         cost += size * prices.into.get(name, 0.0)
+        if head.home is not None:
+            cost += size * prices.out_of.get(head.home, 0.0)
         return self._alpha * cost * min(MOST_DELAYED, self._delay(view) / self._target)
 
     def _seconds(self, view: View, decision: Decision) -> Seconds:

@@ -10,6 +10,7 @@ from numpy.random import Generator
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.router.links import transfer_time
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds, Width
@@ -142,9 +143,8 @@ class ServerCost:
 
     def __init__(self, facts: ServerFacts, router: RouterFacts) -> None:
         self.facts = facts
+        self._router = router
         shape = router.shape
-        self._shape = shape
-        self._move = router.move_activations
         batch = facts.max_batch
         # An item's share of a full batch, averaged over previous widths: what queued work is worth.
         self._share: dict[tuple[int, Width], Seconds] = {}
@@ -176,13 +176,8 @@ class ServerCost:
         return self._load[segment, width]
 
     def transfer(self, head: Head, count: int) -> Seconds:
-        """Link time of the inputs, or of the activations where they must move."""
-        size = 0
-        if head.home is None:
-            size = self._shape.input_bytes
-        elif self._move and head.home != self.facts.name and head.previous_width is not None:
-            size = self._shape.activation(head.segment - 1, head.previous_width)
-        return 2 * self.facts.link_latency + count * size / self.facts.bytes_per_s
+        """Link time of a block."""
+        return transfer_time(self._router, head, self.facts, count)
 
 
 def _available(view: View) -> list[ServerView]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.router.links import transfer_time
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds, Width
@@ -218,10 +219,10 @@ class _ServerEncoder:
         shape = facts.shape
         self.name = server.name
         self._facts = server
+        self._router = facts
         self._shape = shape
         self._widths = shape.widths
         self._unit = 1.0 / batch_time
-        self._move = facts.move_activations
         self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
         self._run_figures: dict[tuple[int, Width | None], list[list[float]]] = {}  # the same as the policy sees it
         self._share: dict[tuple[int, Width], Seconds] = {}  # an item's share of a full batch
@@ -265,7 +266,7 @@ class _ServerEncoder:
         backlog = sum([count * share[kind] for kind, count in pending.items()]) if pending else 0.0
         credit = server.credit
         count = min(head.waiting, self._facts.max_batch, credit) if credit > 0 else 1
-        transfer = self._transfer(head, count)
+        transfer = transfer_time(self._router, head, self._facts, count)
         ahead = backlog + transfer
         key = (segment, head.previous_width)
         return [
@@ -321,13 +322,3 @@ class _ServerEncoder:
                     counts[self._shape.index(instance.width)] += instance.free + instance.busy + instance.loading
         loads = [0.0 if any(counts[i:]) else seconds for i, seconds in enumerate(self._load[segment])]
         return [min(1.0, count / 2) for count in counts], loads
-
-    def _transfer(self, head: Head, count: int) -> Seconds:
-        """Link time of the inputs, or of the activations where they must move."""
-        facts = self._facts
-        size = 0
-        if head.home is None:
-            size = self._shape.input_bytes
-        elif self._move and head.home != self.name and head.previous_width is not None:
-            size = self._shape.activation(head.segment - 1, head.previous_width)
-        return 2 * facts.link_latency + count * size / facts.bytes_per_s
