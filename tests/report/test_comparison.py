@@ -74,3 +74,12 @@ def test_runs_are_grouped_by_router(runs: list[RunFolder]) -> None:
 def test_sizes_that_differ_much_are_shown_with_three_digits(value: float, shown: str) -> None:
     energy = next(measure for measure in REWARDED if measure.key == "energy_block_j.mean")
     assert energy.show(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "shown"),
+    [(-0.0256, 0.000812, "−0.0256 ± 0.0008"), (-0.00025, 0.00113, "−0.00025 ± 0.00113"), (0.0, 0.0, "0.0 ± 0.0")],
+)
+def test_a_value_and_its_spread_have_the_same_digits(value: float, spread: float, shown: str) -> None:
+    reward = next(measure for measure in REWARDED if measure.key == "reward.mean")
+    assert reward.show(value, spread) == shown

@@ -143,7 +143,7 @@ class ServerCost:
 
     def __init__(self, facts: ServerFacts, router: RouterFacts) -> None:
         self.facts = facts
-        self._router = router
+        self._cluster = router
         shape = router.shape
         batch = facts.max_batch
         # An item's share of a full batch, averaged over previous widths: what queued work is worth.
@@ -177,7 +177,7 @@ class ServerCost:
 
     def transfer(self, head: Head, count: int) -> Seconds:
         """Link time of a block."""
-        return transfer_time(self._router, head, self.facts, count)
+        return transfer_time(self._cluster, head, self.facts, count)
 
 
 def _available(view: View) -> list[ServerView]:

@@ -219,7 +219,7 @@ class _ServerEncoder:
         shape = facts.shape
         self.name = server.name
         self._facts = server
-        self._router = facts
+        self._cluster = facts
         self._shape = shape
         self._widths = shape.widths
         self._unit = 1.0 / batch_time
@@ -266,7 +266,7 @@ class _ServerEncoder:
         backlog = sum([count * share[kind] for kind, count in pending.items()]) if pending else 0.0
         credit = server.credit
         count = min(head.waiting, self._facts.max_batch, credit) if credit > 0 else 1
-        transfer = transfer_time(self._router, head, self._facts, count)
+        transfer = transfer_time(self._cluster, head, self._facts, count)
         ahead = backlog + transfer
         key = (segment, head.previous_width)
         return [
