@@ -28,7 +28,7 @@ POSITIVE = {
     "faults": "factor duration_s",
     "training": (
         "hidden decisions workers rollout_decisions episode_rollouts epochs minibatch learning_rate clip_coef "
-        "max_grad_norm n_steps checkpoint_updates horizon_s target_delay_s"
+        "max_grad_norm n_steps checkpoint_updates horizon_s target_delay_s plan_rho"
     ),
 }
 # Likewise, 0 or more

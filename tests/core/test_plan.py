@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 from numpy.random import default_rng
 
+from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.plan import PlanProgram
-from slim_scheduler.core.router.plan import PlanFollower
+from slim_scheduler.core.router.plan import PlanFollower, PlanLedger
 from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
@@ -14,9 +15,9 @@ RNG = default_rng(0)
 FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind)))
 
 
-def after_a_second_at(load: int, facts=FACTS, now: float = 1.0) -> PlanFollower:
+def after_a_second_at(load: int, facts=FACTS, now: float = 1.0, rho: float = 1.0) -> PlanFollower:
     """A router that has seen `load` items arrive and be answered in the first second."""
-    router = PlanFollower(Plans(facts, Table(), rho=1.0))
+    router = PlanFollower(Plans(facts, Table(), rho=rho))
     router.decide(view(*[seen(name) for name in facts.servers], waiting=0, now=now, completed=load), RNG)
     return router
 
@@ -91,3 +92,35 @@ def test_what_lies_at_its_home_stays_there_where_links_are_narrow():
         now = view(seen("a"), seen("b"), segment=1, previous=0.5, home=home, now=1.5, completed=90)
         stays = sum(router.decide(now, RNG).server == home for _ in range(100))
         assert stays >= 70
+
+
+@pytest.mark.parametrize("rho", [0.0, 2.5])
+def test_how_busy_devices_may_be_has_bounds(rho):
+    with pytest.raises(InputError, match=f"rho is {rho:g}; it must be above 0 and at most 2"):
+        Plans(FACTS, Table(), rho)
+
+
+def test_above_one_a_plan_is_that_of_a_lower_load():
+    up = tuple(FACTS.servers)
+    carried, more = Plans(FACTS, Table(), rho=1.0), Plans(FACTS, Table(), rho=1.5)
+    assert more.most(up) == pytest.approx(1.5 * carried.most(up))
+    for step in (30, 50):  # of a highest load that is half as much again: the same share of it
+        assert more.shares((up, step)).of((0, None, None)) == pytest.approx(
+            carried.shares((up, step)).of((0, None, None))
+        )
+
+
+def test_above_one_what_waits_changes_nothing():
+    for waiting in (1, 5000):
+        router = after_a_second_at(60, rho=1.5)
+        now = view(seen("a"), seen("b"), waiting=waiting, now=1.5, completed=60)
+        assert router.decide(now, RNG).width == 1.0, "0.45 of what can be done at once"
+
+
+@pytest.mark.parametrize(("rho", "width"), [(1.0, 0.5), (1.5, 1.0)])
+def test_what_the_plan_has_no_place_for_goes_narrow_where_a_queue_is_to_be_worked_off(rho, width):
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=rho))
+    now = view(seen("a", credit=0), seen("b"), waiting=1)
+    shares = {("a", 0.5): 0.5, ("a", 1.0): 0.5}
+    ledger.sent(now.head, ("a", 0.5), 8)
+    assert ledger.other_width(now, shares) == width, "wide is what is behind"

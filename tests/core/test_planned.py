@@ -7,7 +7,7 @@ from numpy.random import default_rng
 from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.plan import PlanFollower
 from slim_scheduler.core.router.planned import MOST_BEHIND
-from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.plans import RHO, Plans
 from slim_scheduler.core.types import Decision
 from tests.core.facts import WIDTHS, Table, cluster, seen, server, ten_ms_per_item, view
 
@@ -15,8 +15,8 @@ FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind
 KINDS = [(0, None), (1, 0.5), (1, 1.0)]
 
 
-def planned():
-    return build_encoder("planned", FACTS, 0.1, lambda: Plans(FACTS, Table()))
+def planned(rho=RHO):
+    return build_encoder("planned", FACTS, 0.1, lambda: Plans(FACTS, Table(), rho))
 
 
 @pytest.mark.parametrize("load", [39, 86, 126])
@@ -65,3 +65,10 @@ def test_figures_are_bounded_and_shares_sum_to_one():
     count = len(WIDTHS)
     assert np.abs(rows[:, -1 - count : -1]).max() == MOST_BEHIND
     assert rows[:, -1 - 2 * count : -1 - count].sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rho", "told"), [(0.9, 0), (1.5, 1)])
+def test_with_all_planned_servers_full_the_width_is_told_where_the_queue_may_grow(rho, told):
+    full = view(seen("a", {(0, 0.5): 64}), seen("b", {(0, 0.5): 64}))
+    shared, rows = planned(rho).encode(full)[:2]
+    assert (shared[-len(WIDTHS) :].sum(), rows[:, -1].sum()) == (told, 0)

@@ -38,6 +38,12 @@ def test_a_longer_delay_costs_more_up_to_a_limit_and_idle_devices_nothing():
     assert charge(1.0, completed=20) == 0.0
 
 
+def test_without_a_target_the_queue_does_not_matter():
+    short, long = (charge(1.0, target=None, waiting=waiting, completed=84 - waiting) for waiting in (4, 40))
+    assert short == pytest.approx(long, rel=1e-4)
+    assert short == pytest.approx(0.010 * 40.0), "10 ms of the device, at what a second is worth"
+
+
 def test_a_block_that_fills_no_batch_pays_for_its_own():
     def half_launch(segment, previous, width, batch):
         return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8

@@ -13,7 +13,8 @@ import tomli_w
 
 from slim_scheduler.config import load_config
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.machines import build_router, load_profiles, load_shape
+from slim_scheduler.core.router.learned import learned_router
+from slim_scheduler.machines import build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import read_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, warnings
@@ -21,7 +22,7 @@ from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Actor, Order
 from slim_scheduler.training.train import fresh_network, train, with_preset
 from tests.core.test_learned import Fallbacks
-from tests.training.clusters import training_cluster
+from tests.training.clusters import small_table, training_cluster
 
 TINY = {
     "decisions": 1_600,
@@ -140,6 +141,17 @@ def test_a_policy_that_sees_the_plan_is_trained_and_routes(tmp_path):
     simulation = Simulation(config, "ppo", 0, recorder=fallbacks, router=router)
     assert simulation.run().counts["items"]["answered"] > 400
     assert not fallbacks.found
+
+
+def test_a_policy_says_how_busy_its_plans_were(tmp_path):
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", plan_rho=1.25)
+    train(load_config(file), tmp_path / "out")
+    manifest, parameters = read_policy(tmp_path / "out")
+    assert manifest.plan_rho == 1.25
+    config = load_config(file)
+    facts = router_facts(config, load_shape(config), load_profiles(config, load_shape(config)))
+    router = learned_router(manifest, parameters, facts, small_table, "x")
+    assert router._encoder._overloaded
 
 
 def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path):

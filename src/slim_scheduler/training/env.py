@@ -50,7 +50,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
         self._accuracy = read_accuracy(Path(self._config.model.path) / TABLE_FILES["held-out"])
-        self._plans = PlansOf(self._accuracy)
+        self._plans = PlansOf(self._accuracy, self._config.training.plan_rho)
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups

@@ -19,10 +19,11 @@ MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it 
 class CapacityPrice:
     """What each decision is charged, in rewards per task. It is of one run.
 
-    `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included.
+    `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
+    the price is the dual, however long the queue is.
     """
 
-    def __init__(self, plans: Plans, alpha: float, target: Seconds) -> None:
+    def __init__(self, plans: Plans, alpha: float, target: Seconds | None) -> None:
         facts = self._facts = plans.facts
         self._ledger = PlanLedger(plans)
         self._alpha = alpha
@@ -45,7 +46,8 @@ class CapacityPrice:
         cost += size * prices.into.get(name, 0.0)
         if head.home is not None:
             cost += size * prices.out_of.get(head.home, 0.0)
-        return self._alpha * cost * min(MOST_DELAYED, self._delay(view) / self._target)
+        times = 1.0 if self._target is None else min(MOST_DELAYED, self._delay(view) / self._target)
+        return self._alpha * cost * times
 
     def _seconds(self, view: View, decision: Decision) -> Seconds:
         """Device time of one task. A block is a batch of its own: small blocks of many kinds make no full one."""

@@ -99,7 +99,7 @@ class Actor:
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
         self._accuracy = read_accuracy(Path(config.model.path) / TABLE_FILES["held-out"])
-        self._plans = PlansOf(self._accuracy)
+        self._plans = PlansOf(self._accuracy, config.training.plan_rho)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
         self._rng: Generator
@@ -175,8 +175,10 @@ class Actor:
 
     def _charges(self) -> Charges | None:
         """What decisions are charged with beyond eq. 7."""
-        target = self._training.target_delay_s
-        return None if target is None else CapacityPrice(self._plans_here(), self._config.reward.alpha, target)
+        training = self._training
+        if training.target_delay_s is None and training.plan_rho <= 1:
+            return None
+        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s)
 
     def _end(self) -> list[Credit]:
         self._episode.end()

@@ -27,13 +27,14 @@ class Scenario(msgspec.Struct, frozen=True):
 class PlansOf:
     """Plans of the cluster that was last asked for: episodes on one cluster share them."""
 
-    def __init__(self, accuracy: AccuracyPrior) -> None:
+    def __init__(self, accuracy: AccuracyPrior, rho: float) -> None:
         self._accuracy = accuracy
+        self._rho = rho
         self._plans: Plans | None = None
 
     def __call__(self, facts: RouterFacts) -> Plans:
         if self._plans is None or self._plans.facts is not facts:
-            self._plans = Plans(facts, self._accuracy)
+            self._plans = Plans(facts, self._accuracy, self._rho)
         return self._plans
 
 

@@ -145,9 +145,11 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
     facts = Scenarios(config).facts
     batch_time = full_batch_time(facts)
     folder = Path(config.model.path)
-    encoder = build_encoder(
-        training.observation, facts, batch_time, lambda: Plans(facts, read_accuracy(folder / TABLE_FILES["held-out"]))
-    )
+
+    def plans() -> Plans:
+        return Plans(facts, read_accuracy(folder / TABLE_FILES["held-out"]), training.plan_rho)
+
+    encoder = build_encoder(training.observation, facts, batch_time, plans)
     shape = facts.shape
     return PolicyManifest(
         kind=training.observation,
@@ -165,6 +167,7 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
             hidden=training.hidden,
         ),
         batch_time=batch_time,
+        plan_rho=training.plan_rho,
         reward=msgspec.to_builtins(config.reward),
         training={**msgspec.to_builtins(training), "seed": seed},
     )

@@ -19,7 +19,8 @@ from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.networks import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.observation import Encoder, Flags, Floats, Observation
-from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.plans import RHO, Plans
+from slim_scheduler.core.router.situations import Situations
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds, Width
 
@@ -28,7 +29,8 @@ DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy was made for. `batch_time` is the unit of its times; `training` and `reward` are for readers."""
+    """What a policy was made for. `batch_time` is the unit of its times, `plan_rho` is of the plans it sees (`Plans`);
+    `training` and `reward` are for readers."""
 
     format: int = FORMAT
     kind: Literal["paper", "extended", "planned"]
@@ -38,6 +40,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...]
     sizes: NetworkSizes
     batch_time: Seconds
+    plan_rho: float = RHO
     sha256: str = ""
     reward: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -58,7 +61,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnedRouter:
-    """A policy and the encoder of its run."""
+    """A policy and the encoder of its run. With `situations`, the same one is not looked at twice."""
 
     holds = False
 
@@ -70,6 +73,7 @@ class LearnedRouter:
         widths: Sequence[Width],
         groups: Sequence[int],
         sample: bool = False,
+        situations: Situations | None = None,
     ) -> None:
         self.name = name
         self._network = network
@@ -77,8 +81,20 @@ class LearnedRouter:
         self._widths = tuple(widths)
         self._groups = tuple(groups)
         self._sample = sample
+        self._situations = situations
 
     def decide(self, view: View, rng: Generator) -> Decision:
+        situations = self._situations
+        if situations is None:
+            return self._look(view, rng)
+        key = situations.key(view)
+        decision = situations.decided(key)
+        if decision is None:
+            decision = self._look(view, rng)
+            situations.keep(key, decision)
+        return decision
+
+    def _look(self, view: View, rng: Generator) -> Decision:
         observation = self._encoder.encode(view)
         heads = self._network.forward(observation)
         _, _, server_mask, width_mask, group_mask = observation
@@ -107,10 +123,14 @@ def learned_router(
     """
     manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
-    encoder = build_encoder(manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy()))
+    encoder = build_encoder(
+        manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy(), manifest.plan_rho)
+    )
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
-    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample)
+    # A paper's state counts the completed items and a plan what was sent: no situation of theirs comes twice.
+    situations = Situations(manifest.batch_time) if manifest.kind == "extended" and not sample else None
+    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations)
 
 
 class _OtherCluster:

@@ -14,7 +14,7 @@ from slim_scheduler.core.plan import Prices
 from slim_scheduler.core.router.baselines import ServerCost, allowed
 from slim_scheduler.core.router.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
 from slim_scheduler.core.telemetry import Head, View
-from slim_scheduler.core.types import Decision, Seconds, ServerName
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
 
 PLAN_EVERY: Seconds = 1.0
 MEMORY = 0.5  # weight of the seconds before in the measured load
@@ -62,6 +62,16 @@ class PlanLedger:
         behind = self.behind(view, open_targets)
         return max(behind, key=lambda target: (behind[target], target), default=None)
 
+    def other_width(self, view: View, shares: Mapping[Target, float]) -> Width:
+        """For a head that goes where the plan does not send it: the narrowest, which works off the queue; where plans
+        are for more than can be done, the one that is most behind."""
+        if self._plans.overload == 1.0:
+            return min(width for _, width in shares)
+        behind: dict[Width, float] = {}
+        for (_, width), tasks in self.behind(view, shares).items():
+            behind[width] = behind.get(width, 0.0) + tasks
+        return max(behind, key=lambda width: (behind[width], width))
+
     def sent(self, head: Head, target: Target, count: int) -> None:
         """So many tasks of the head's kind were sent."""
         sent = self._sent.setdefault(self._kind(head), {})
@@ -101,7 +111,8 @@ class PlanLedger:
             return LOAD_STEPS
         segments = self._facts.shape.segments
         left = sum(count * (segments - segment) / segments for segment, count in enumerate(view.fifo_per_segment))
-        steps = LOAD_STEPS * (self._load + left / CATCH_UP) / self._plans.most(up)
+        catch_up = left / CATCH_UP if self._plans.overload == 1.0 else 0.0
+        steps = LOAD_STEPS * (self._load + catch_up) / self._plans.most(up)
         return max(1, min(LOAD_STEPS, math.ceil(steps)))
 
 
@@ -118,13 +129,14 @@ class PlanFollower:
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)
-        server, width = self._ledger.next(view, shares) or self._soonest(shares, head, view)
+        target = self._ledger.next(view, shares)
+        server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
         count = min(head.waiting, self._facts.servers[server].max_batch, view.servers[server].credit)
         self._ledger.sent(head, (server, width), count)
         return Decision(server, allowed(width, head.widths), count)
 
-    def _soonest(self, shares: Mapping[Target, float], head: Head, view: View) -> Target:
-        """Where the plan's narrowest width is soonest done."""
-        width = allowed(min((w for _, w in shares), default=head.widths[0]), head.widths)
+    def _soonest(self, width: Width, head: Head, view: View) -> Target:
+        """Where a width is soonest done."""
+        width = allowed(width, head.widths)
         available = [s for s in view.servers.values() if s.available]
         return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in available)[1:]

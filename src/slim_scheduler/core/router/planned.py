@@ -25,6 +25,7 @@ class PlannedEncoder:
         self._seen = ExtendedEncoder(facts, batch_time)
         self._ledger = PlanLedger(plans)
         self._widths = facts.shape.widths
+        self._overloaded = plans.overload > 1.0
         self._places = {
             (name, width): (row, column)
             for row, name in enumerate(facts.servers)
@@ -51,6 +52,8 @@ class PlannedEncoder:
         if chosen is not None:
             row, column = self._places[chosen]
             figures[row, -1] = shared[1 + column] = 1.0
+        elif self._overloaded:
+            shared[1 + self._widths.index(self._ledger.other_width(view, shares))] = 1.0
         return seen._replace(
             shared=np.concatenate((seen.shared, shared)),
             servers=np.concatenate((seen.servers, figures), axis=1),

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.plan import Plan, PlanProgram, Prices
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.types import ServerName, Width
 
 LOAD_STEPS = 50  # plans between no load and the highest
 RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
+MOST_RHO = 2.0
 
 Target = tuple[ServerName, Width]
 PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
@@ -16,12 +18,16 @@ Kind = tuple[int, Width | None, ServerName | None]  # segment, previous width, h
 
 
 class Plans:
-    """`rho`: how busy the plans let each device and link be."""
+    """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
+    the queue grows for as long as the load lasts. Raises InputError for what is not in (0, 2]."""
 
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO) -> None:
+        if not 0 < rho <= MOST_RHO:
+            raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
         self.facts = facts
+        self.overload = max(1.0, rho)
         self._accuracy = accuracy
-        self._rho = rho
+        self._rho = min(1.0, rho)
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
@@ -30,7 +36,7 @@ class Plans:
 
     def most(self, up: Sequence[ServerName]) -> float:
         """The highest load that these servers carry, items per second."""
-        return self._program(tuple(up))[1]
+        return self._program(tuple(up))[1] * self.overload
 
     def load(self, key: PlanKey) -> float:
         """The load of a step, items per second."""
@@ -38,14 +44,14 @@ class Plans:
 
     def shares(self, key: PlanKey) -> "Shares":
         if key not in self._shares:
-            plan = self._program(key[0])[0].most_even(self.load(key))
+            plan = self._program(key[0])[0].most_even(self.load(key) / self.overload)
             assert plan is not None, "a load below the highest can be carried"
             self._shares[key] = Shares(plan)
         return self._shares[key]
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
-            prices = self._program(key[0])[0].prices(self.load(key))
+            prices = self._program(key[0])[0].prices(self.load(key) / self.overload)
             assert prices is not None, "a load below the highest can be carried"
             self._prices[key] = prices
         return self._prices[key]

@@ -1,0 +1,104 @@
+"""A situation that comes again gets the decision it had; whatever the policy could act on makes it another one."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from numpy.random import default_rng
+
+from slim_scheduler.accuracy_file import read_accuracy
+from slim_scheduler.config import load_config
+from slim_scheduler.core.router.situations import KEPT, MOST_KEPT, Situations
+from slim_scheduler.core.types import Decision
+from slim_scheduler.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.policy_file import load_router
+from slim_scheduler.sim.host import Simulation
+from tests.core.facts import seen, view
+
+UNIT = 0.01
+CHOSEN = Decision("a", 1.0, 4)
+
+
+def known(situations, first, second):
+    situations.keep(situations.key(first), CHOSEN)
+    return situations.decided(situations.key(second)) == CHOSEN
+
+
+def servers(**changes):
+    return seen("a", **changes), seen("b")
+
+
+def down(server):
+    server.up = False
+    return server
+
+
+def reported(server, made_at):
+    server.report = msgspec.structs.replace(server.report, made_at=made_at)
+    return server
+
+
+def test_the_same_situation_is_known():
+    assert known(Situations(UNIT), view(*servers(), age=0.001), view(*servers(), age=0.001, now=KEPT / 2))
+
+
+def test_ages_within_a_step_are_the_same():
+    assert known(Situations(UNIT), view(*servers(), age=0.0001), view(*servers(), age=0.0002))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(view(*servers(), segment=1, previous=0.5), id="segment"),
+        pytest.param(view(*servers(), waiting=7), id="waiting"),
+        pytest.param(view(*servers(), home="a"), id="home"),
+        pytest.param(view(*servers(), widths=(0.5,)), id="widths"),
+        pytest.param(view(*servers(), slack=0.05), id="slack"),
+        pytest.param(view(*servers(), age=0.05), id="age"),
+        pytest.param(view(*servers(credit=63)), id="credit"),
+        pytest.param(view(*servers(pending={(0, 0.5): 1})), id="pending"),
+        pytest.param(view(down(seen("a")), seen("b")), id="down"),
+        pytest.param(view(seen("a")), id="left"),
+        pytest.param(view(reported(seen("a"), 0.01), seen("b")), id="reported"),
+        pytest.param(view(*servers(), now=KEPT), id="time"),
+    ],
+)
+def test_another_situation_is_not(other):
+    assert not known(Situations(UNIT), view(*servers()), other)
+
+
+def test_what_is_kept_is_bounded():
+    situations = Situations(UNIT)
+    for waiting in range(1, 3 * MOST_KEPT):
+        situations.keep(situations.key(view(*servers(), waiting=waiting)), CHOSEN)
+        assert len(situations._decided) <= MOST_KEPT
+
+
+def test_a_quiet_cluster_is_looked_at_a_few_times_only_and_decided_the_same():
+    config = load_config(Path("examples/demo/cluster.toml"), ("workload.duration_s=3",))
+    shape = load_shape(config)
+    facts = router_facts(config, shape, load_profiles(config, shape))
+    router = load_router(Path("examples/demo/policies/balanced"), facts, lambda: read_accuracy(config.model.path))
+    looked = Counter()
+    look = router._look
+
+    def counted(view, rng):
+        looked["times"] += 1
+        return look(view, rng)
+
+    router._look = counted
+    simulation = Simulation(config, "ppo", 0, recorder=Nobody(), router=router)
+    rng = default_rng(0)
+    decisions = 0
+    while (seen := simulation.run_until_decision()) is not None:
+        decisions += 1
+        assert router.decide(seen, rng) == look(seen, rng)
+        simulation.decide()
+    assert decisions > 2000
+    assert looked["times"] < decisions / 2
+
+
+class Nobody:
+    def step(self, machine, now, event, commands):
+        pass
