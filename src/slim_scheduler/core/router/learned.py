@@ -129,7 +129,7 @@ def learned_router(
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
     # A paper's state counts the completed items and a plan what was sent: no situation of theirs comes twice.
-    situations = Situations(manifest.batch_time) if manifest.kind == "extended" and not sample else None
+    situations = Situations(facts, manifest.batch_time) if manifest.kind == "extended" and not sample else None
     return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations)
 
 

@@ -1,42 +1,47 @@
 """Decisions that were just made, for the same situation again.
 
-On a quiet cluster heads come one at a time and find what the one before them found: the servers' last reports, the same
-credit, nobody else waiting. A learned decision is a function of that, but for how long ago things were and how fast
-items were completed lately, and takes several times longer than to see that nothing has changed.
+On a quiet cluster heads come one at a time and find what the one before them found: the same credit, nobody else
+waiting, reports that say nothing new. A learned decision is a function of that, but for small differences and for how
+long ago things were, and takes several times longer than to see that nothing has changed.
 """
 
 from collections.abc import Hashable
 from math import log1p
 
-from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.telemetry import ServerReport, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds
 
-KEPT: Seconds = 0.1  # a telemetry period: then everything is looked at again
+KEPT: Seconds = 5.0  # then everything is looked at again
 MOST_KEPT = 1024
-STEPS = 4.0  # per unit of log1p(time / batch time): times within a step count as the same
+TIME_STEPS = 4.0  # per unit of log1p(time / batch time): times within a step count as the same
+SHARE_STEPS = 8.0  # of a device's utilisation, most power and memory, likewise
 
 
 class Situations:
-    """Situations since the last report of any server, and what was decided. `batch_time` is the policy's unit of time.
+    """The situations of the last seconds, and what was decided. `batch_time` is the policy's unit of time.
 
-    Equal are: the head's kind, count and choices, the tasks that wait by segment, every server's credit and pending
-    tasks, and the steps of the head's age and slack. It is of one run.
+    Equal are: the head's kind, count and choices, the tasks that wait by segment, every server's credit, pending tasks,
+    reported queues and instances; and the steps of the head's age and slack, and of what devices report. It is of one
+    run.
     """
 
-    def __init__(self, batch_time: Seconds) -> None:
+    def __init__(self, facts: RouterFacts, batch_time: Seconds) -> None:
         self._unit = 1.0 / batch_time
-        self._reports: list[Seconds | None] = []
+        self._facts = facts.servers
         self._since: Seconds = float("-inf")
         self._decided: dict[Hashable, Decision] = {}
+        self._reported: dict[str, tuple[ServerReport | None, int]] = {}  # the last report and its steps' number
+        self._numbers: dict[Hashable, int] = {}
 
     def key(self, view: View) -> Hashable:
-        """Names the situation, and forgets all others where a server has reported since, or time has passed."""
-        head, servers = view.head, view.servers.values()
-        reports = [None if s.report is None else s.report.made_at for s in servers]
-        decided = self._decided
-        if reports != self._reports or view.now - self._since >= KEPT or len(decided) >= MOST_KEPT:
-            decided.clear()
-            self._reports, self._since = reports, view.now
+        """Names the situation; forgets all of them where it is time."""
+        head = view.head
+        if view.now - self._since >= KEPT or max(len(self._decided), len(self._numbers)) >= MOST_KEPT:
+            self._decided.clear()
+            self._reported.clear()
+            self._numbers.clear()
+            self._since = view.now
         slack = head.slack
         return (
             head.segment,
@@ -44,10 +49,13 @@ class Situations:
             head.home,
             head.waiting,
             head.widths,
-            int(STEPS * log1p(head.age * self._unit)),
-            None if slack is None else int(STEPS * log1p(max(0.0, slack) * self._unit)),
+            int(TIME_STEPS * log1p(head.age * self._unit)),
+            None if slack is None else int(TIME_STEPS * log1p(max(0.0, slack) * self._unit)),
             tuple(view.fifo_per_segment),
-            *[(s.name, s.up, s.limit, s.outstanding, tuple(s.pending.items())) for s in servers],
+            *[
+                (s.name, s.up, s.limit, s.outstanding, self._number(s), tuple(s.pending.items()))
+                for s in view.servers.values()
+            ],
         )
 
     def decided(self, key: Hashable) -> Decision | None:
@@ -55,3 +63,25 @@ class Situations:
 
     def keep(self, key: Hashable, decision: Decision) -> None:
         self._decided[key] = decision
+
+    def _number(self, server: ServerView) -> int:
+        """Stands for what the server reported last: looked at once per report, and short to compare."""
+        known = self._reported.get(server.name)
+        if known is None or known[0] is not server.report:
+            steps = _steps(server.report, self._facts[server.name])
+            known = server.report, self._numbers.setdefault(steps, len(self._numbers))
+            self._reported[server.name] = known
+        return known[1]
+
+
+def _steps(report: ServerReport | None, facts: ServerFacts) -> Hashable:
+    if report is None:
+        return None
+    utilization, power = report.utilization, report.power_w
+    return (
+        report.queue_per_segment,
+        tuple((i.segment, i.width, i.free + i.busy, i.loading) for i in report.instances),
+        None if utilization is None else int(SHARE_STEPS * utilization),
+        None if power is None else int(SHARE_STEPS * power / max(facts.profile.power.y)),
+        int(SHARE_STEPS * report.memory_used / facts.vram_budget),
+    )
