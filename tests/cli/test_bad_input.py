@@ -44,7 +44,7 @@ def test_an_unknown_router_lists_the_names(slim: Slim, tmp_path: Path) -> None:
     assert "router 'fastest' is unknown; available: random" in line
 
 
-@pytest.mark.parametrize(("router", "wrong"), [("lp:many", "'many' is no share"), ("lp:1.5", "rho is 1.5")])
+@pytest.mark.parametrize(("router", "wrong"), [("lp:many", "'many' is no share"), ("lp:2.5", "rho is 2.5")])
 def test_a_plan_takes_a_share_of_a_devices_time(slim: Slim, tmp_path: Path, router: str, wrong: str) -> None:
     assert wrong in refused(slim, "simulate", "--config", DEMO, "--router", router, "--out", tmp_path)
 

@@ -110,11 +110,11 @@ def test_above_one_a_plan_is_that_of_a_lower_load():
         )
 
 
-def test_above_one_what_waits_changes_nothing():
-    for waiting in (1, 5000):
-        router = after_a_second_at(60, rho=1.5)
-        now = view(seen("a"), seen("b"), waiting=waiting, now=1.5, completed=60)
-        assert router.decide(now, RNG).width == 1.0, "0.45 of what can be done at once"
+@pytest.mark.parametrize(("rho", "load"), [(1.0, 115 / (400 / 3)), (1.5, 80 / 200)])
+def test_what_waits_is_load_only_where_it_is_to_be_worked_off(rho, load):
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=rho))
+    ledger.shares(view(seen("a"), seen("b"), waiting=70, now=1.0, completed=10))  # 80 came, 70 in two seconds are 35
+    assert ledger.load == pytest.approx(load, abs=0.021)
 
 
 @pytest.mark.parametrize(("rho", "width"), [(1.0, 0.5), (1.5, 1.0)])

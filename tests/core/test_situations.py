@@ -57,6 +57,7 @@ def test_ages_within_a_step_are_the_same():
     [
         pytest.param(view(*servers(), segment=1, previous=0.5), id="segment"),
         pytest.param(view(*servers(), waiting=7), id="waiting"),
+        pytest.param(view(*servers(pending={(0, 1.0): 8})), id="pending elsewhere"),
         pytest.param(view(*servers(), home="a"), id="home"),
         pytest.param(view(*servers(), widths=(0.5,)), id="widths"),
         pytest.param(view(*servers(), slack=0.05), id="slack"),
@@ -83,6 +84,13 @@ def test_what_is_kept_is_bounded():
     for waiting in range(1, 3 * MOST_KEPT):
         situations.keep(situations.key(view(*servers(), waiting=waiting)), CHOSEN)
         assert len(situations._decided) <= MOST_KEPT
+    for queued in range(3 * MOST_KEPT):
+        situations.key(view(reported(seen("a"), queue_per_segment=(queued, 0)), seen("b")))
+        assert len(situations._classes) <= MOST_KEPT
+
+
+def test_a_server_that_joined_later_is_of_no_situation():
+    assert known(Situations(FACTS, UNIT), view(*servers()), view(*servers(), seen("new")))
 
 
 def test_a_quiet_cluster_is_looked_at_a_few_times_only_and_decided_the_same():
@@ -90,6 +98,8 @@ def test_a_quiet_cluster_is_looked_at_a_few_times_only_and_decided_the_same():
     shape = load_shape(config)
     facts = router_facts(config, shape, load_profiles(config, shape))
     router = load_router(Path("examples/demo/policies/balanced"), facts, lambda: read_accuracy(config.model.path))
+    each_time = load_router(Path("examples/demo/policies/balanced"), facts, lambda: read_accuracy(config.model.path))
+    each_time._situations = None
     looked = Counter()
     look = router._look
 
@@ -103,7 +113,7 @@ def test_a_quiet_cluster_is_looked_at_a_few_times_only_and_decided_the_same():
     decisions = 0
     while (seen := simulation.run_until_decision()) is not None:
         decisions += 1
-        assert router.decide(seen, rng) == look(seen, rng)
+        assert router.decide(seen, rng) == each_time.decide(seen, rng)
         simulation.decide()
     assert decisions > 2000
     assert looked["times"] < decisions / 4

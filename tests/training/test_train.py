@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from slim_scheduler.config import load_config
+from slim_scheduler.config import TrainingConfig, load_config
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.learned import learned_router
+from slim_scheduler.core.router.plans import RHO
 from slim_scheduler.machines import build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.policy_file import read_policy
 from slim_scheduler.sim.host import Simulation
@@ -39,7 +40,7 @@ TINY = {
 RUN = """
 import sys
 from pathlib import Path
-from slim_scheduler.config import load_config
+from slim_scheduler.config import TrainingConfig, load_config
 from slim_scheduler.training.train import fresh_network, train, with_preset
 
 if __name__ == "__main__":
@@ -143,6 +144,10 @@ def test_a_policy_that_sees_the_plan_is_trained_and_routes(tmp_path):
     assert not fallbacks.found
 
 
+def test_plans_are_as_busy_by_default_as_those_of_lp():
+    assert TrainingConfig().plan_rho == RHO
+
+
 def test_a_policy_says_how_busy_its_plans_were(tmp_path):
     file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", plan_rho=1.25)
     train(load_config(file), tmp_path / "out")
@@ -151,7 +156,7 @@ def test_a_policy_says_how_busy_its_plans_were(tmp_path):
     config = load_config(file)
     facts = router_facts(config, load_shape(config), load_profiles(config, load_shape(config)))
     router = learned_router(manifest, parameters, facts, small_table, "x")
-    assert router._encoder._overloaded
+    assert router._encoder._ledger._plans.overload == 1.25
 
 
 def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path):

@@ -46,8 +46,8 @@ class CapacityPrice:
         cost += size * prices.into.get(name, 0.0)
         if head.home is not None:
             cost += size * prices.out_of.get(head.home, 0.0)
-        times = 1.0 if self._target is None else min(MOST_DELAYED, self._delay(view) / self._target)
-        return self._alpha * cost * times
+        delay_factor = 1.0 if self._target is None else min(MOST_DELAYED, self._delay(view) / self._target)
+        return self._alpha * cost * delay_factor
 
     def _seconds(self, view: View, decision: Decision) -> Seconds:
         """Device time of one task. A block is a batch of its own: small blocks of many kinds make no full one."""

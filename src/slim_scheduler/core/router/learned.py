@@ -92,6 +92,8 @@ class LearnedRouter:
         if decision is None:
             decision = self._look(view, rng)
             situations.keep(key, decision)
+        else:
+            self._encoder.took(view, decision)
         return decision
 
     def _look(self, view: View, rng: Generator) -> Decision:

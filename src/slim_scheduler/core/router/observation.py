@@ -169,8 +169,7 @@ class ExtendedEncoder:
 
     def encode(self, view: View) -> Observation:
         head, views, now = view.head, view.servers, view.now
-        if now - self._window_start >= RATE_WINDOW:
-            self._turn_window(now, view.completed)
+        self._measure_rate(view)
         time = self._batch_time
         waiting = log1p(head.waiting) / COUNT_SCALE
         shared = [
@@ -199,10 +198,14 @@ class ExtendedEncoder:
             choices.of_groups(head.waiting),
         )
 
-    def took(self, view: View, decision: Decision) -> None: ...
+    def took(self, view: View, decision: Decision) -> None:
+        self._measure_rate(view)
 
-    def _turn_window(self, now: Seconds, completed: int) -> None:
+    def _measure_rate(self, view: View) -> None:
         """The rate of completion so far: how loaded the cluster is, which no single server tells."""
+        now, completed = view.now, view.completed
+        if now - self._window_start < RATE_WINDOW:
+            return
         if self._window_completed or completed:
             rate = (completed - self._window_completed) / (now - self._window_start) / self._capacity
             self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate

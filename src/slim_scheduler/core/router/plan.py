@@ -65,7 +65,7 @@ class PlanLedger:
     def other_width(self, view: View, shares: Mapping[Target, float]) -> Width:
         """For a head that goes where the plan does not send it: the narrowest, which works off the queue; where plans
         are for more than can be done, the one that is most behind."""
-        if self._plans.overload == 1.0:
+        if not self._plans.overloaded:
             return min(width for _, width in shares)
         behind: dict[Width, float] = {}
         for (_, width), tasks in self.behind(view, shares).items():
@@ -111,7 +111,7 @@ class PlanLedger:
             return LOAD_STEPS
         segments = self._facts.shape.segments
         left = sum(count * (segments - segment) / segments for segment, count in enumerate(view.fifo_per_segment))
-        catch_up = left / CATCH_UP if self._plans.overload == 1.0 else 0.0
+        catch_up = 0.0 if self._plans.overloaded else left / CATCH_UP
         steps = LOAD_STEPS * (self._load + catch_up) / self._plans.most(up)
         return max(1, min(LOAD_STEPS, math.ceil(steps)))
 

@@ -25,7 +25,7 @@ class PlannedEncoder:
         self._seen = ExtendedEncoder(facts, batch_time)
         self._ledger = PlanLedger(plans)
         self._widths = facts.shape.widths
-        self._overloaded = plans.overload > 1.0
+        self._overloaded = plans.overloaded
         self._places = {
             (name, width): (row, column)
             for row, name in enumerate(facts.servers)

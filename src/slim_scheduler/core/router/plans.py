@@ -10,7 +10,7 @@ from slim_scheduler.core.types import ServerName, Width
 
 LOAD_STEPS = 50  # plans between no load and the highest
 RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
-MOST_RHO = 2.0
+MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
 
 Target = tuple[ServerName, Width]
 PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
@@ -26,6 +26,7 @@ class Plans:
             raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
         self.facts = facts
         self.overload = max(1.0, rho)
+        self.overloaded = rho > 1
         self._accuracy = accuracy
         self._rho = min(1.0, rho)
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
@@ -35,7 +36,7 @@ class Plans:
             self.shares((tuple(facts.servers), step))
 
     def most(self, up: Sequence[ServerName]) -> float:
-        """The highest load that these servers carry, items per second."""
+        """The highest load that is planned for, items per second: what these servers carry, times `overload`."""
         return self._program(tuple(up))[1] * self.overload
 
     def load(self, key: PlanKey) -> float:

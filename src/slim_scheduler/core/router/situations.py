@@ -13,13 +13,15 @@ from slim_scheduler.core.telemetry import ServerReport, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds
 
 KEPT: Seconds = 5.0  # then everything is looked at again
-MOST_KEPT = 1024
-TIME_STEPS = 4.0  # per unit of log1p(time / batch time): times within a step count as the same
-SHARE_STEPS = 8.0  # of a device's utilisation, most power and memory, likewise
+MOST_KEPT = 1024  # far more than come in that time on a quiet cluster
+# Within a step figures count as the same: steps that left 8,000 decisions on the demo as they were.
+TIME_STEPS = 4.0  # per unit of log1p(time / batch time)
+SHARE_STEPS = 8.0  # of a device's utilisation, most power and memory
 
 
 class Situations:
-    """The situations of the last seconds, and what was decided. `batch_time` is the policy's unit of time.
+    """The situations of the last seconds, and what was decided. `batch_time` is the policy's unit of time. Servers that
+    joined after the run began are none of a policy's choices, and of no situation.
 
     Equal are: the head's kind, count and choices, the tasks that wait by segment, every server's credit, pending tasks,
     reported queues and instances; and the steps of the head's age and slack, and of what devices report. It is of one
@@ -31,16 +33,16 @@ class Situations:
         self._facts = facts.servers
         self._since: Seconds = float("-inf")
         self._decided: dict[Hashable, Decision] = {}
-        self._reported: dict[str, tuple[ServerReport | None, int]] = {}  # the last report and its steps' number
-        self._numbers: dict[Hashable, int] = {}
+        self._reported: dict[str, tuple[ServerReport | None, int]] = {}  # the last report and its class
+        self._classes: dict[Hashable, int] = {}  # reports with the same steps
 
     def key(self, view: View) -> Hashable:
         """Names the situation; forgets all of them where it is time."""
         head = view.head
-        if view.now - self._since >= KEPT or max(len(self._decided), len(self._numbers)) >= MOST_KEPT:
+        if view.now - self._since >= KEPT or max(len(self._decided), len(self._classes)) >= MOST_KEPT:
             self._decided.clear()
             self._reported.clear()
-            self._numbers.clear()
+            self._classes.clear()
             self._since = view.now
         slack = head.slack
         return (
@@ -53,8 +55,9 @@ class Situations:
             None if slack is None else int(TIME_STEPS * log1p(max(0.0, slack) * self._unit)),
             tuple(view.fifo_per_segment),
             *[
-                (s.name, s.up, s.limit, s.outstanding, self._number(s), tuple(s.pending.items()))
+                (s.name, s.up, s.limit, s.outstanding, self._report_class(s), frozenset(s.pending.items()))
                 for s in view.servers.values()
+                if s.name in self._facts
             ],
         )
 
@@ -64,12 +67,12 @@ class Situations:
     def keep(self, key: Hashable, decision: Decision) -> None:
         self._decided[key] = decision
 
-    def _number(self, server: ServerView) -> int:
+    def _report_class(self, server: ServerView) -> int:
         """Stands for what the server reported last: looked at once per report, and short to compare."""
         known = self._reported.get(server.name)
         if known is None or known[0] is not server.report:
             steps = _steps(server.report, self._facts[server.name])
-            known = server.report, self._numbers.setdefault(steps, len(self._numbers))
+            known = server.report, self._classes.setdefault(steps, len(self._classes))
             self._reported[server.name] = known
         return known[1]
 
