@@ -136,6 +136,19 @@ def test_a_deadline_expires_waiting_and_sent_items_at_once():
     assert replies(made.handle(done(block, 0.6), 0.6)) == [], "the late answer is dropped"
 
 
+def test_the_deadline_of_an_answered_request_asks_for_no_timer():
+    made = dispatcher(credit=1)
+    (block,) = sent(made.handle(request(1, deadline=0.5), 0.0))
+    for number, deadline in ((2, 0.6), (3, 0.9)):
+        made.handle(request(number, deadline=deadline), 0.0)
+    answered = 0
+    while answered < 2:
+        commands = made.handle(done(block, 0.1), 0.1)
+        answered += len(replies(commands))
+        (block,) = sent(commands)
+    assert only(made.handle(TimerFired(), 0.5), WakeAt) == [WakeAt(0.9)]
+
+
 def test_a_request_past_its_deadline_on_arrival_never_runs():
     commands = dispatcher().handle(request(1, deadline=1.0), 1.0)
     assert sent(commands) == []

@@ -306,6 +306,8 @@ class Dispatcher:
 
     def _arm(self, now: Seconds) -> None:
         """Asks for the next timer. A need that only moved later is found out when the timer fires."""
+        while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
+            heappop(self._deadlines)  # answered: its deadline needs no timer
         deadline = self._deadlines[0][0] if self._deadlines else float("inf")
         if self._wake_at <= deadline and self._wake_at != float("inf"):
             return
