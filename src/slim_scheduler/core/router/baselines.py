@@ -4,7 +4,7 @@ Each takes a width rule: a fixed width, a tuple with one width per segment, `ran
 run. All but `random` see only servers with credit and send as large a group as there is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from numpy.random import Generator
 
@@ -13,7 +13,7 @@ from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.links import transfer_time
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.telemetry import Head, ServerView, View
-from slim_scheduler.core.types import Decision, Seconds, Width
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
 
 WidthRule = Callable[[Head, Generator], Width]
 
@@ -130,10 +130,9 @@ class CostModel:
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
         width = self._width(head, rng)
-        servers = _available(view)
-        known = [server for server in servers if server.name in self._costs]
-        if not known:  # all joined after the run began, without a profile
-            return Decision(_shortest(servers, rng).name, width, head.waiting)
+        known = available_of(self._costs, view)
+        if not known:
+            return Decision(_shortest(_available(view), rng).name, width, head.waiting)
         _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
         return Decision(name, width, min(head.waiting, self._costs[name].facts.max_batch))
 
@@ -182,6 +181,11 @@ class ServerCost:
 
 def _available(view: View) -> list[ServerView]:
     return [server for server in view.servers.values() if server.available]
+
+
+def available_of(names: Container[ServerName], view: View) -> list[ServerView]:
+    """Servers with credit whose profile is known; one that joined after the run began has none."""
+    return [server for server in view.servers.values() if server.available and server.name in names]
 
 
 def _shortest(servers: Sequence[ServerView], rng: Generator) -> ServerView:

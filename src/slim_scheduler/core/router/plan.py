@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numpy.random import Generator
 
 from slim_scheduler.core.plan import Prices
-from slim_scheduler.core.router.baselines import ServerCost, allowed
+from slim_scheduler.core.router.baselines import ServerCost, allowed, available_of
 from slim_scheduler.core.router.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
 from slim_scheduler.core.telemetry import Head, View
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
@@ -84,7 +84,7 @@ class PlanLedger:
 
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one when a second has passed or a server came or went."""
-        up = tuple(name for name, server in view.servers.items() if server.up)
+        up = tuple(name for name, server in view.servers.items() if server.up and name in self._facts.servers)
         measured = self._measure(view)
         if measured or self._current is None or self._current[0] != up:
             key = (up, self._step(view, up))
@@ -138,5 +138,5 @@ class PlanFollower:
     def _soonest(self, width: Width, head: Head, view: View) -> Target:
         """Where a width is soonest done."""
         width = allowed(width, head.widths)
-        available = [s for s in view.servers.values() if s.available]
-        return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in available)[1:]
+        servers = available_of(self._costs, view)
+        return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in servers)[1:]

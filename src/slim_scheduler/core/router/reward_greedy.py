@@ -12,7 +12,7 @@ from numpy.random import Generator
 from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.reward import RewardWeights, block_reward
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.baselines import ServerCost
+from slim_scheduler.core.router.baselines import ServerCost, available_of
 from slim_scheduler.core.router.expectation import Expectation
 from slim_scheduler.core.telemetry import Head, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds, Width
@@ -51,7 +51,7 @@ class RewardGreedy:
                     )
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        choices = [server for server in view.servers.values() if server.available]
+        choices = available_of(self._costs, view)
         rewards, widths = self.rewards(view, choices)  # (groups, servers, widths)
         group, server, width = np.unravel_index(int(np.argmax(rewards)), rewards.shape)
         return Decision(choices[server].name, widths[width], self._groups[group])
@@ -59,7 +59,7 @@ class RewardGreedy:
     def rewards(self, view: View, choices: list[ServerView]) -> tuple[Floats, tuple[Width, ...]]:
         """Predicted eq. 7 per task for every group, server of `choices` and allowed width."""
         head, segment, previous = view.head, view.head.segment, view.head.previous_width
-        up = [server for server in view.servers.values() if server.up]
+        up = [server for server in view.servers.values() if server.up and server.name in self._costs]
         backlog = {server.name: self._costs[server.name].backlog(server) for server in up}
         own = np.zeros((len(self._groups), len(choices), len(head.widths)))  # device time of the block itself
         wait = np.zeros_like(own)  # until it is back, from now

@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from slim_scheduler.core.admission import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.baselines import ServerCost, allowed
+from slim_scheduler.core.router.baselines import ServerCost, allowed, available_of
 from slim_scheduler.core.router.expectation import Expectation
 from slim_scheduler.core.telemetry import Head, ServerView, View
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
@@ -49,7 +49,7 @@ class SlackFit:
         return Decision(server.name, head.widths[0], most)  # too late for anything: what is soonest done
 
     def _least_backlog(self, view: View) -> tuple[ServerView, Seconds]:
-        found = [(self._costs[s.name].backlog(s), s.name) for s in view.servers.values() if s.available]
+        found = [(self._costs[s.name].backlog(s), s.name) for s in available_of(self._costs, view)]
         backlog, name = min(found)
         return view.servers[name], backlog
 

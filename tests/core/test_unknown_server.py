@@ -1,0 +1,29 @@
+"""A server that joined after the run began has no profile: routers that need one do without it."""
+
+import pytest
+from numpy.random import default_rng
+
+from slim_scheduler.config import RewardConfig
+from slim_scheduler.core.router.baselines import CostModel
+from slim_scheduler.core.router.plan import PlanFollower
+from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.reward_greedy import RewardGreedy
+from slim_scheduler.core.router.slackfit import SlackFit
+from tests.core.facts import Table, cluster, seen, server, view
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda facts: CostModel("cost-model:0.5", lambda head, rng: 0.5, facts),
+        lambda facts: SlackFit(facts, Table(), slo=1.0),
+        lambda facts: RewardGreedy(facts, Table(), RewardConfig()),
+        lambda facts: PlanFollower(Plans(facts, Table())),
+    ],
+)
+def test_it_changes_no_decision_of_who_needs_profiles(build):
+    facts = cluster(server("a"), server("b"))
+    for credit in (64, 0):
+        servers = seen("a", credit=credit), seen("b")
+        decision = build(facts).decide(view(*servers, now=2.0), default_rng(0))
+        assert build(facts).decide(view(*servers, seen("new"), now=2.0), default_rng(0)) == decision
