@@ -18,7 +18,7 @@ from slim_scheduler.frontend.asked import Asked
 from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.door import SHARE
 from slim_scheduler.frontend.http import HttpFront
-from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, Known
+from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, RATE_WINDOW, WINDOW, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Refusal
@@ -123,6 +123,37 @@ async def test_who_holds_back_goes_on_in_full_batches_when_one_ends(clocks):
         for _ in range(3):
             await asyncio.sleep(0)
         assert taken.numbers == list(range(IN_HAND + (AT_ONCE if end == AT_ONCE else 0)))
+
+
+async def test_who_comes_waits_as_long_as_the_rate_of_late_says(clocks):
+    taken, turn = Taken(), 1.1 * RATE_WINDOW
+    taken.put(10 * AT_ONCE)
+    await asyncio.sleep(0)
+    clocks.pass_by(turn, 0.3)
+    assert taken.intake.wait() == pytest.approx(2 * turn), "no rate is known: twice what the first has waited"
+    for _ in range(12):
+        await asyncio.sleep(0)
+        clocks.pass_by(turn, 0.3)
+    for _ in range(3):
+        clocks.pass_by(10.0, 0.0)  # nobody comes: that says nothing of what can be done
+        taken.put(5 * AT_ONCE)
+        await asyncio.sleep(0)
+        assert taken.intake.wait() == pytest.approx(5 * turn, rel=0.1), "the first batch is not yet with the servers"
+        while taken.intake.items:
+            clocks.pass_by(turn, 0.3)
+            await asyncio.sleep(0)
+
+
+async def test_a_process_that_became_slower_is_noticed(clocks):
+    taken = Taken()
+    for seconds in (0.05, 0.2):
+        taken.put(20 * AT_ONCE)
+        for _ in range(18):
+            await asyncio.sleep(0)
+            clocks.pass_by(seconds, 0.3)
+        assert taken.intake._rate == pytest.approx(2 * AT_ONCE / seconds, rel=0.1)
+        while taken.intake.items:
+            await asyncio.sleep(0)
 
 
 async def test_long_requests_leave_room_for_others(clocks):

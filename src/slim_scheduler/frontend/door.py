@@ -11,7 +11,7 @@ from slim_scheduler.frontend.intake import Intake
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
 
-SHARE = 0.2  # of a deadline: what waits behind the first may wait twice as long, and then it must be done
+SHARE = 0.25  # of a deadline that may be spent waiting here: then it must be done, and both times vary
 FULL_RETRY_AFTER: Seconds = 1.0
 
 

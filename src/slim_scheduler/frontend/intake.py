@@ -1,9 +1,9 @@
 """Requests that were read and understood and wait for this process, a few at a time between two looks at the sockets.
 
 The dispatcher refuses what its servers cannot do by the deadline. Where requests are so small that taking them is the
-work, the event loop is never idle and they wait here, where it shows for how long. Who comes while others have waited
-for a good part of its deadline is refused at once, for a fraction of what an answer costs. Nothing is estimated: a rate
-of answers would fall by what refusals cost, and cause more of them.
+work, the event loop is never idle and they wait here. Who would wait for a good part of its deadline is refused at
+once, for a fraction of what an answer costs. How long it would be follows from how many wait and how many were taken
+per second while some always waited, which falls with what refusals and other processes cost, as it should.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ IN_HAND = 2 * AT_ONCE  # taken and not answered, at least, where the loop is nev
 BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
 WINDOW: Seconds = 0.02
 PAUSE: Seconds = 0.005  # longer than brief batches take
+RATE_WINDOW: Seconds = 0.1
 
 
 class Known(msgspec.Struct):
@@ -59,6 +60,8 @@ class Intake:
         self._pause: asyncio.TimerHandle | None = None
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
+        self._rate: float | None = None  # items taken per second while some waited
+        self._rate_since, self._taken, self._always_waiting = self._began, 0, False
 
     def put(self, request: Known) -> None:
         if not self._waiting:
@@ -67,8 +70,10 @@ class Intake:
         self.items += len(request.call.items)
 
     def wait(self) -> Seconds:
-        """How long the first one has waited."""
-        return time.monotonic() - self._waiting[0].read if self._waiting else 0.0
+        """How long who comes now will wait. While no rate is known, twice as long as the first has: more may come than
+        are taken."""
+        first = time.monotonic() - self._waiting[0].read if self._waiting else 0.0
+        return 2 * first if self._rate is None else max(first, self.items / self._rate)
 
     def _next(self, paused: bool = False) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
@@ -87,9 +92,24 @@ class Intake:
             if task is not None:
                 self._in_hand += 1
                 task.add_done_callback(self._ended)
+        self._count(items)
         loop.call_soon(self._begun, items)  # after the first steps of these tasks
         if waiting:
             loop.call_soon(self._next)
+
+    def _count(self, items: int) -> None:
+        """Towards the rate. Of a window in which nothing waited for a moment it is the arrivals': more can be done."""
+        self._taken += items
+        self._always_waiting = self._always_waiting and bool(self._waiting)
+        elapsed = time.monotonic() - self._rate_since
+        if elapsed < RATE_WINDOW:
+            return
+        rate = self._taken / elapsed
+        if self._always_waiting:
+            self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
+        elif self._rate is not None:
+            self._rate = max(self._rate, rate)
+        self._rate_since, self._taken, self._always_waiting = time.monotonic(), 0, bool(self._waiting)
 
     def _begun(self, items: int) -> None:
         self.items -= items
