@@ -196,6 +196,20 @@ def test_a_batch_is_brief_where_its_like_was_brief():
     brief.ran(one)
     assert brief.expects(some.batch)
     assert brief.expects(full.batch)
+    many.busy = 10 * BRIEF
+    brief.ran(many)
+    assert not brief.expects(full.batch), "9/10 of the limit, and longer since"
+    for expected, disturbed in ((0.3, 5), (0.9, 1)):
+        many.busy = expected * BRIEF
+        brief.ran(many)
+        many.busy = 10 * BRIEF
+        for _ in range(disturbed):
+            assert brief.expects(full.batch)
+            brief.ran(many)
+    assert not brief.expects(full.batch)
+    many.busy = 0.9 * BRIEF
+    brief.ran(many)
+    assert brief.expects(full.batch), "what is expected falls at once"
     many.error = RuntimeError("out of order")
     brief.ran(many)
     assert brief.expects(one.batch)

@@ -11,14 +11,14 @@ import pytest
 
 from slim_scheduler.client import Constraints, infer_body
 from slim_scheduler.config import config_from
+from slim_scheduler.core.admission import DEADLINE_SHARE
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.frontend import intake
 from slim_scheduler.frontend.asked import Asked
 from slim_scheduler.frontend.decode import InferenceCall
-from slim_scheduler.frontend.door import SHARE
 from slim_scheduler.frontend.http import HttpFront
-from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, RATE_WINDOW, WINDOW, Intake, Known
+from slim_scheduler.frontend.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, Known
 from slim_scheduler.frontend.known import InferHead
 from slim_scheduler.frontend.limits import Limits
 from slim_scheduler.frontend.refusal import Refusal
@@ -125,35 +125,52 @@ async def test_who_holds_back_goes_on_in_full_batches_when_one_ends(clocks):
         assert taken.numbers == list(range(IN_HAND + (AT_ONCE if end == AT_ONCE else 0)))
 
 
-async def test_who_comes_waits_as_long_as_the_rate_of_late_says(clocks):
-    taken, turn = Taken(), 1.1 * RATE_WINDOW
-    taken.put(10 * AT_ONCE)
-    await asyncio.sleep(0)
-    clocks.pass_by(turn, 0.3)
-    assert taken.intake.wait() == pytest.approx(2 * turn), "no rate is known: twice what the first has waited"
-    for _ in range(12):
-        await asyncio.sleep(0)
-        clocks.pass_by(turn, 0.3)
-    for _ in range(3):
-        clocks.pass_by(10.0, 0.0)  # nobody comes: that says nothing of what can be done
-        taken.put(5 * AT_ONCE)
-        await asyncio.sleep(0)
-        assert taken.intake.wait() == pytest.approx(5 * turn, rel=0.1), "the first batch is not yet with the servers"
-        while taken.intake.items:
-            clocks.pass_by(turn, 0.3)
+async def busy(taken: Taken, clocks: Clocks, seconds: float, batches: int) -> None:
+    """A loop that is never idle and answers so many batches, one in so many seconds; as much comes as is answered."""
+    for _ in range(batches):
+        clocks.pass_by(seconds, 0.95)
+        first = sum(end.done() for end in taken.ends)
+        taken.answer(first, first + AT_ONCE)
+        taken.put(AT_ONCE)
+        for _ in range(4):
             await asyncio.sleep(0)
 
 
-async def test_a_process_that_became_slower_is_noticed(clocks):
+async def test_an_answer_takes_as_long_as_the_rate_of_late_says(clocks):
     taken = Taken()
-    for seconds in (0.05, 0.2):
-        taken.put(20 * AT_ONCE)
-        for _ in range(18):
-            await asyncio.sleep(0)
-            clocks.pass_by(seconds, 0.3)
-        assert taken.intake._rate == pytest.approx(2 * AT_ONCE / seconds, rel=0.1)
-        while taken.intake.items:
-            await asyncio.sleep(0)
+    clocks.pass_by(WINDOW, 0.95)
+    taken.put(5 * AT_ONCE)
+    assert taken.intake.wait() == 0.0
+    clocks.pass_by(0.01, 0.95)
+    assert taken.intake.wait() == pytest.approx(0.01), "no rate is known, but how long the first has waited"
+    await asyncio.sleep(0)
+    for seconds in (0.02, 0.05, 0.01):
+        await busy(taken, clocks, seconds, 100)
+        assert taken.intake.items < taken.intake._unanswered == 2 * 5 * AT_ONCE, "those in hand are not answered either"
+        assert taken.intake.wait() == pytest.approx(5 * seconds, rel=0.1)
+
+
+async def test_a_loop_with_time_says_nothing_of_what_can_be_done(clocks):
+    taken, seconds = Taken(), 0.02
+    clocks.pass_by(WINDOW, 0.95)
+    taken.put(5 * AT_ONCE)
+    await asyncio.sleep(0)
+    await busy(taken, clocks, seconds, 100)
+    for end in taken.ends:
+        if not end.done():
+            end.set_result(None)
+    await turns(clocks, share=0.3)
+    for _ in range(3):
+        taken.answer(sum(end.done() for end in taken.ends), len(taken.ends))
+        clocks.pass_by(10.0, 0.0)  # hardly anybody comes
+        await asyncio.sleep(0)
+        taken.put(AT_ONCE)
+        await asyncio.sleep(0)
+    taken.answer(sum(end.done() for end in taken.ends), len(taken.ends))
+    await asyncio.sleep(0)
+    assert taken.intake.wait() == 0.0
+    taken.put(5 * AT_ONCE)
+    assert taken.intake.wait() == pytest.approx(5 * seconds, rel=0.1), "what was measured while it was busy"
 
 
 async def test_long_requests_leave_room_for_others(clocks):
@@ -219,14 +236,14 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
         front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
         return client.answered
 
-    wishes = ((4000.0, 0), (4000.0, 1), (60000.0, 0), (None, 0))
+    wishes = ((2000.0, 0), (2000.0, 1), (60000.0, 0), (None, 0))
     assert await asyncio.gather(*[ask(*wish) for wish in wishes]) == [200] * 4, "nobody waits yet"
     first = ask(None)
-    time.sleep(1.2 * SHARE * 4.0)
+    time.sleep(1.2 * DEADLINE_SHARE * 2.0)
     late = [ask(*wish) for wish in wishes]
     assert [answer.done() for answer in late] == [True, True, False, False]
     assert await asyncio.gather(first, *late) == [200, 503, 503, 200, 200]
-    assert await ask(4000.0) == 200, "the others were taken"
+    assert await ask(2000.0) == 200, "the others were taken"
     counts = service.repository.served["digits"].counts()
     for unit, size in (("requests", 1), ("items", 2)):
         found = {outcome: count / size for outcome, count in counts[unit].items() if count}

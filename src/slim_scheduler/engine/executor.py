@@ -44,27 +44,32 @@ class BatchJob:
         return isinstance(self.error, OutOfMemoryError)
 
 
-BRIEF: Seconds = 0.001  # a thread is heard in the loop's next turn, and a turn of a busy loop is longer than this
+BRIEF: Seconds = 0.003  # beside a busy loop, a thread's batch of 1 ms takes 5 to 30, and 2 to 5 ms of work
+GROWTH = 1.25  # of what is expected, at most, after a batch that took longer: one that was disturbed decides nothing
 TURN: Seconds = 0.002  # the longest that one server's batches keep the loop from everything else
 MOST_LATE: Seconds = 0.005  # of a timer, that the next batch makes up for
 
 
 class Brief:
-    """Which batches may run on the event loop: those whose like, last time, was work of less than `BRIEF`.
+    """Which batches may run on the event loop: those whose like, of late, was work of less than `BRIEF`.
 
-    Work, not time: a thread that waits for the interpreter takes long for little, and would be taken for slow for ever.
+    Work, not time: a thread that waits for the interpreter takes long for little. Its work grows too, so who is handed
+    to a thread by mistake may stay there: `BRIEF` is well above what such batches need, and what is expected falls at
+    once but rises slowly.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, float | None, float, int], Seconds] = {}
+        self._expected: dict[tuple[int, float | None, float, int], Seconds] = {}
         self._spent: Seconds = 0.0
 
     def expects(self, batch: Batch) -> bool:
-        return self._last.get(_kind(batch, len(batch.tasks)), BRIEF) < BRIEF
+        return self._expected.get(_kind(batch, len(batch.tasks)), BRIEF) < BRIEF
 
     def ran(self, job: BatchJob) -> None:
         if job.tasks:
-            self._last[_kind(job.batch, len(job.tasks))] = BRIEF if job.error is not None else job.busy
+            kind = _kind(job.batch, len(job.tasks))
+            slower = GROWTH * self._expected.get(kind, job.busy)
+            self._expected[kind] = BRIEF if job.error is not None else min(job.busy, slower)
 
     def turn_is_over(self, seconds: Seconds) -> bool:
         """Whether it is time to let the loop go round, after so many more seconds of batches."""

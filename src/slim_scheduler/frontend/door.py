@@ -5,13 +5,13 @@ Beyond the peak most requests are refused, and what a refusal costs is taken fro
 
 from typing import TYPE_CHECKING
 
+from slim_scheduler.core.admission import DEADLINE_SHARE
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.frontend.intake import Intake
 
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
 
-SHARE = 0.25  # of a deadline that may be spent waiting here: then it must be done, and both times vary
 FULL_RETRY_AFTER: Seconds = 1.0
 
 
@@ -26,7 +26,7 @@ def turned_away(
     if deadline is None:
         return None
     wait = intake.wait()
-    if wait > SHARE * deadline:
-        reason = f"requests wait {wait * 1e3:.0f} ms for this process and the deadline is in {deadline * 1e3:.0f} ms"
+    if wait > DEADLINE_SHARE * deadline:
+        reason = f"an answer takes {wait * 1e3:.0f} ms at this load and the deadline is in {deadline * 1e3:.0f} ms"
         return reason, wait
     return engine.too_late(deadline, intake.items)

@@ -1,19 +1,21 @@
 """Requests that were read and understood and wait for this process, a few at a time between two looks at the sockets.
 
 The dispatcher refuses what its servers cannot do by the deadline. Where requests are so small that taking them is the
-work, the event loop is never idle and they wait here. Who would wait for a good part of its deadline is refused at
-once, for a fraction of what an answer costs. How long it would be follows from how many wait and how many were taken
-per second while some always waited, which falls with what refusals and other processes cost, as it should.
+work, the event loop is never idle and they wait here. Who would be answered too late is refused at once, for a fraction
+of what an answer costs. When that is follows from how many are unanswered and how many were taken per second while the
+loop was never idle, which falls with what refusals and other processes cost, as it should.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from slim_scheduler.core.admission import Capacity
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.frontend.decode import InferenceCall
 from slim_scheduler.frontend.known import InferHead
@@ -27,7 +29,6 @@ IN_HAND = 2 * AT_ONCE  # taken and not answered, at least, where the loop is nev
 BUSY = 0.7  # share of a window that the loop's thread works: the rest is what other processes take of its core
 WINDOW: Seconds = 0.02
 PAUSE: Seconds = 0.005  # longer than brief batches take
-RATE_WINDOW: Seconds = 0.1
 
 
 class Known(msgspec.Struct):
@@ -56,24 +57,26 @@ class Intake:
         self._take = take
         self._most = most
         self._in_hand = 0
+        self._unanswered = 0  # items that wait or are in hand
         self._waiting: deque[Known] = deque()
         self._pause: asyncio.TimerHandle | None = None
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
-        self._rate: float | None = None  # items taken per second while some waited
-        self._rate_since, self._taken, self._always_waiting = self._began, 0, False
+        self._capacity = Capacity(1)
 
     def put(self, request: Known) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
+        self._capacity.arrived(self._unanswered if self._busy else 0)
         self._waiting.append(request)
         self.items += len(request.call.items)
+        self._unanswered += len(request.call.items)
 
     def wait(self) -> Seconds:
-        """How long who comes now will wait. While no rate is known, twice as long as the first has: more may come than
-        are taken."""
+        """How long until who comes now would be answered, as far as it depends on this process; 0 while that is not
+        known and nobody waits."""
         first = time.monotonic() - self._waiting[0].read if self._waiting else 0.0
-        return 2 * first if self._rate is None else max(first, self.items / self._rate)
+        return max(first, self._capacity.wait(self._unanswered) or 0.0)
 
     def _next(self, paused: bool = False) -> None:
         waiting, loop = self._waiting, asyncio.get_running_loop()
@@ -84,38 +87,28 @@ class Intake:
             # A batch that ends meanwhile makes room for a full one; where none does, the servers have more at a time.
             self._pause = loop.call_later(PAUSE, self._next, True)
             return
-        items = 0
+        taken = 0
         for _ in range(min(room, len(waiting))):
             request = waiting.popleft()
-            items += len(request.call.items)
+            items = len(request.call.items)
+            taken += items
             task = self._take(request)
-            if task is not None:
+            if task is None:
+                self._unanswered -= items
+            else:
                 self._in_hand += 1
-                task.add_done_callback(self._ended)
-        self._count(items)
-        loop.call_soon(self._begun, items)  # after the first steps of these tasks
+                task.add_done_callback(partial(self._ended, items))
+        self._capacity.worked(taken, time.monotonic())
+        loop.call_soon(self._begun, taken)  # after the first steps of these tasks
         if waiting:
             loop.call_soon(self._next)
-
-    def _count(self, items: int) -> None:
-        """Towards the rate. Of a window in which nothing waited for a moment it is the arrivals': more can be done."""
-        self._taken += items
-        self._always_waiting = self._always_waiting and bool(self._waiting)
-        elapsed = time.monotonic() - self._rate_since
-        if elapsed < RATE_WINDOW:
-            return
-        rate = self._taken / elapsed
-        if self._always_waiting:
-            self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
-        elif self._rate is not None:
-            self._rate = max(self._rate, rate)
-        self._rate_since, self._taken, self._always_waiting = time.monotonic(), 0, bool(self._waiting)
 
     def _begun(self, items: int) -> None:
         self.items -= items
 
-    def _ended(self, _: object) -> None:
+    def _ended(self, items: int, _: object) -> None:
         self._in_hand -= 1
+        self._unanswered -= items
         if self._pause is not None and self._most() - self._in_hand >= AT_ONCE:
             self._pause.cancel()
             self._pause = None
