@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from slim_scheduler.core.limits import DispatchLimits
 from slim_scheduler.core.messages import (
     BatchDone,
     BatchFailed,
@@ -38,6 +39,7 @@ from tests.core.networks import SEGMENTS, WEIGHT, WIDTHS, block, dispatcher, jsq
 
 HISTORIES = 2000
 STEPS = 20
+LONGEST_DEADLINE = 1.5
 MAX_BATCH = 4
 BUDGET = 9 * WEIGHT
 
@@ -236,7 +238,7 @@ class DispatcherHistory(RuleBasedStateMachine):
         for t in sent.tasks:
             self.at_server[sent.server][t.task_id] = sent
 
-    @rule(gap=gaps, items=st.integers(1, 3), deadline=st.sampled_from([None, None, 0.04, 1.5]),
+    @rule(gap=gaps, items=st.integers(1, 3), deadline=st.sampled_from([None, None, 0.04, LONGEST_DEADLINE]),
           priority=st.sampled_from([0, 0, 1]), fixed=st.booleans())  # fmt: skip
     def request_arrives(self, gap, items, deadline, priority, fixed):
         self.now += gap
@@ -308,12 +310,16 @@ class DispatcherHistory(RuleBasedStateMachine):
         assert self.dispatcher.counts["requests"]["in_flight"] == len(self.open)
 
     def teardown(self):
-        """No starvation: with servers that answer, every request gets its reply in a bounded number of events."""
+        """No starvation: with servers that answer, every request gets its reply in a bounded number of events.
+
+        Word of cancelled tasks may be lost for good; what they held is free two graces after the last deadline.
+        """
         for name in "abc":
             self.incarnation[name] += 1
             self.at_server[name].clear()
             self.tell(report(name, self.now, self.incarnation[name]))
-        for _ in range(40 * len(self.open) + 60):
+        until_lost = round((LONGEST_DEADLINE + 2 * DispatchLimits().loss_grace) / 0.01)
+        for _ in range(40 * len(self.open) + 60 + until_lost):
             if not self.open:
                 break
             self.now += 0.01
@@ -332,6 +338,18 @@ class RandomRouterHistory(DispatcherHistory):
 
     def router(self):
         return RandomRouter((1, 2, 8))
+
+
+def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_lost():
+    history = RandomRouterHistory()
+    history.request_arrives(gap=0.0, items=2, deadline=None, priority=0, fixed=False)
+    for server in "bca":
+        history.server_leaves(gap=0.0, server=server)
+    for items, deadline in ((3, None), (2, 0.04), (3, 0.04), (3, 0.04)):
+        history.request_arrives(gap=0.0, items=items, deadline=deadline, priority=0, fixed=False)
+    history.request_arrives(gap=0.05, items=3, deadline=None, priority=0, fixed=False)
+    history.teardown()
+    assert history.now > 2 * DispatchLimits().loss_grace, "cancelled at one server, which never said so"
 
 
 @pytest.mark.slow
