@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -268,7 +269,8 @@ def _served(file: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _litserve(model: Path, width: float, batch: int) -> Iterator[Server]:
-    port = 18300
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks._litserve_server", str(model), str(port), str(width), str(batch)]
     with _process(command, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 120
