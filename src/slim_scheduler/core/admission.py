@@ -25,7 +25,7 @@ class AccuracyPrior(Protocol):
 
 
 class Capacity:
-    """How many items per second the servers can do: what they did while work waited.
+    """How many items per second the servers, or the process before them, can do: what they did while work waited.
 
     Counts finished tasks, also of items that expired meanwhile: in a collapse nothing else would be seen. Only windows
     in which every arrival found work held up tell the rate; of the others it is that of the arrivals, and the servers

@@ -46,7 +46,7 @@ class BatchJob:
 
 BRIEF: Seconds = 0.003  # beside a busy loop, a thread's batch of 1 ms takes 5 to 30, and 2 to 5 ms of work
 GROWTH = 1.25  # of what is expected, at most, after a batch that took longer: one that was disturbed decides nothing
-TURN: Seconds = 0.002  # the longest that one server's batches keep the loop from everything else
+TURN: Seconds = 0.002  # of one server's batches, after which the loop goes round; the last may end up to BRIEF later
 MOST_LATE: Seconds = 0.005  # of a timer, that the next batch makes up for
 
 
