@@ -167,10 +167,17 @@ def test_pixels_out_of_range_are_refused(card):
         assert refusal(card, as_json(pixels, [wrong] + [0] * 63)).kind is Kind.INVALID
 
 
-def test_values_that_are_not_finite_are_refused(card, images):
-    images[1, 0, 3, 3] = np.nan
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(card, images, value):
+    images[1, 0, 3, 3] = value
     body, length = binary(images)
     assert "not finite" in refusal(card, body, length).message
+
+
+def test_finite_values_are_taken_however_large(card, images):
+    images[:] = np.finfo(np.float32).max  # their squares are more than a float32 can be
+    body, length = binary(images)
+    assert (decode_infer(body, length, card, Limits()).items == images).all()
 
 
 def test_more_tensors_than_allowed_are_refused(card, images):

@@ -128,7 +128,8 @@ def runs(rows: Sequence[Row]) -> list[Tensor]:
     return views
 
 
-def gather(rows: Sequence[Row]) -> Tensor:
-    """The rows as one batch on the device they are on: a view where they lie together, else one copy."""
-    views = runs(rows)
+def gather(rows: Sequence[Row], onto: str | None = None) -> Tensor:
+    """The rows as one batch on the device they are on, or `onto` another: a view where they lie together, else one
+    copy."""
+    views = runs(rows) if onto is None else [view.to(onto) for view in runs(rows)]
     return views[0] if len(views) == 1 else torch.cat(views)

@@ -16,7 +16,7 @@ from torch import Tensor
 from slim_scheduler.core.errors import ConfigError, OutOfMemoryError
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Width
-from slim_scheduler.engine.activations import gather, runs
+from slim_scheduler.engine.activations import gather
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 
 Rows = Sequence[tuple[Tensor, int]]
@@ -136,7 +136,7 @@ class CpuDevice:
         self._memory.take(workspace, f"batch of {len(rows)} in segment {segment} at width {width:g}")
         try:
             with cpu_memory_errors():
-                return instance.run(self._gather(rows), previous_width)
+                return instance.run(gather(rows, "cpu"), previous_width)
         finally:
             self._memory.give(workspace)
 
@@ -145,11 +145,6 @@ class CpuDevice:
 
     def close(self) -> None:
         self._warm.clear()
-
-    def _gather(self, rows: Rows) -> Tensor:
-        if all(tensor.device.type == "cpu" for tensor, _ in rows):
-            return gather(rows)
-        return torch.cat([view.to("cpu") for view in runs(rows)])
 
 
 def warm_up(model: SlimmableModel, segment: int, width: Width, device: str) -> None:

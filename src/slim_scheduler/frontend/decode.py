@@ -5,6 +5,7 @@ anything is allocated for it; what does not fit is a `Refusal`. The gRPC front s
 """
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, Any
 
 import msgspec
@@ -251,7 +252,8 @@ def _raw_image(body: Buffer, card: ModelCard, limits: Limits) -> np.ndarray[Any,
 
 
 def _finite(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if image.dtype.kind == "f" and not np.isfinite(image).all():
+    # One number that is not finite leaves the sum of squares not finite, and that is seen in a third of the time.
+    if image.dtype.kind == "f" and not isfinite(np.vdot(image, image)) and not np.isfinite(image).all():
         raise invalid(f"input {INPUT} has values that are not finite; FP32 pixels are normalised numbers")
     return image
 
