@@ -8,7 +8,6 @@ import asyncio
 import logging
 import re
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,11 +17,12 @@ from slim_scheduler.frontend.connection import Connection, answer_bytes
 from slim_scheduler.frontend.decode import Buffer, InferenceCall, decode_infer
 from slim_scheduler.frontend.door import turned_away
 from slim_scheduler.frontend.encode import encode_answer
+from slim_scheduler.frontend.fields import check_repeats, compressed, traceparent, whole_number
 from slim_scheduler.frontend.guard import Guard
 from slim_scheduler.frontend.intake import IN_HAND, Intake, Known
 from slim_scheduler.frontend.known import InferHead, Template
 from slim_scheduler.frontend.limits import Limits
-from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, invalid, quote
+from slim_scheduler.frontend.refusal import DEFECT, Kind, Refusal, quote
 from slim_scheduler.frontend.reply import JSON, Field, Reply, content_length, refused, refused_early, whole_seconds
 from slim_scheduler.frontend.repository import Served
 from slim_scheduler.frontend.service import Service
@@ -33,13 +33,9 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-HeaderList = list[Field]
 
 INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer/?")
-TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 BINARY = (b"content-type", b"application/octet-stream")
-SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
-MOST_DIGITS = 18
 # Requests that need more than a body and an answer.
 SPECIAL = frozenset((b"content-encoding", b"expect", b"upgrade", b"transfer-encoding"))
 ALIKE = 0.0005  # seconds in which little changes that a refusal depends on
@@ -75,7 +71,7 @@ class HttpFront:
         path = scope["path"]
         try:
             if len(headers) < len(scope["headers"]):
-                _check_repeats(scope["headers"])
+                check_repeats(scope["headers"])
             self._guard.check(path, scope["scheme"], headers)
             if self._inference and path.startswith("/v2/models/"):
                 found = INFER.fullmatch(path)
@@ -106,7 +102,7 @@ class HttpFront:
         held = 0
         try:
             self._service.repository.find(name, version)
-            declared = _length(headers, b"content-length")
+            declared = whole_number(headers, b"content-length")
             body = await read_body(receive, declared, self._limits.body_bytes, self._held)
             held = len(body)
             encoding = headers.get(b"content-encoding", b"identity")
@@ -114,7 +110,7 @@ class HttpFront:
                 body = await inflate(body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
                 self._held.take(len(body))
                 held += len(body)
-            head = InferHead(name, version, held, _length(headers, b"inference-header-content-length"), headers)
+            head = InferHead(name, version, held, whole_number(headers, b"inference-header-content-length"), headers)
             served = self._service.repository.find(name, version)  # again: reading a body takes a while
             read = scope.get("slim.read") or time.monotonic()
             call = self._let_in(served, head, body, read)
@@ -131,18 +127,16 @@ class HttpFront:
 
     async def _answer(
         self, served: Served, call: InferenceCall, headers: dict[bytes, bytes], read: float
-    ) -> tuple[HeaderList, bytes]:
+    ) -> tuple[list[Field], bytes]:
         """Infer and encode. `read`: when the request was. Raises Refusal."""
-        answer = await self._service.infer(served, call, _traceparent(headers), read)
+        answer = await self._service.infer(served, call, traceparent(headers), read)
         if call.lesson is not None:
             served.templates.learn(*call.lesson)
         reply, json_length = encode_answer(call, answer, served.card)
-        fields: HeaderList = [JSON]
+        fields: list[Field] = [JSON]
         if json_length is not None:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
-        if len(reply) >= SMALLEST_COMPRESSED:
-            reply = _compress(reply, headers, fields)
-        return fields, reply
+        return fields, compressed(reply, headers, fields)
 
     # ---- short requests: past ASGI, through the intake
 
@@ -154,12 +148,12 @@ class HttpFront:
         if found is None or len(headers) < len(scope["headers"]) or not SPECIAL.isdisjoint(headers):
             return None
         try:
-            length = _length(headers, b"content-length")
+            length = whole_number(headers, b"content-length")
             if length is None or length > min(SHORT, self._limits.body_bytes):
                 return None
             self._guard.check(scope["path"], scope["scheme"], headers)
             self._service.repository.find(found[1], found[2] or "")
-            json_length = _length(headers, b"inference-header-content-length")
+            json_length = whole_number(headers, b"inference-header-content-length")
         except Refusal:
             return None
         return InferHead(found[1], found[2] or "", length, json_length, headers)
@@ -267,7 +261,7 @@ class HttpFront:
         await self._reply(status, fields, body, headers, scope, send)
 
     async def _reply(
-        self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes], scope: Scope, send: Send
+        self, status: int, fields: list[Field], body: bytes, headers: dict[bytes, bytes], scope: Scope, send: Send
     ) -> None:
         fields = self._finish(status, fields, body, headers)
         connection = scope.get("slim.connection")
@@ -279,44 +273,10 @@ class HttpFront:
     def _count(self, status: int) -> None:
         self.responses[status] = self.responses.get(status, 0) + 1
 
-    def _finish(self, status: int, fields: HeaderList, body: bytes, headers: dict[bytes, bytes]) -> HeaderList:
+    def _finish(self, status: int, fields: list[Field], body: bytes, headers: dict[bytes, bytes]) -> list[Field]:
         """Counts an answer, and adds the fields that every answer has."""
         self._count(status)
         fields.append(content_length(body))
-        if b"traceparent" in headers and (trace := _traceparent(headers)):
+        if b"traceparent" in headers and (trace := traceparent(headers)):
             fields.append((b"traceparent", trace.encode()))
         return fields
-
-
-def _length(headers: dict[bytes, bytes], name: bytes) -> int | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    if not text.isdigit() or len(text) > MOST_DIGITS:
-        raise invalid(f"{name.decode().title()} is {quote(text.decode('latin-1'))}; it must be a whole number")
-    return int(text)
-
-
-def _traceparent(headers: dict[bytes, bytes]) -> str:
-    trace = headers.get(b"traceparent", b"")
-    return trace.decode() if trace and TRACEPARENT.fullmatch(trace) else ""
-
-
-def _check_repeats(headers: HeaderList) -> None:
-    """Two different answers to one question are how requests are smuggled past a check."""
-    for name in (b"host", b"content-length", b"inference-header-content-length", b"authorization", b"origin"):
-        if sum(field == name for field, _ in headers) > 1:
-            raise invalid(f"the header {name.decode()} is given twice; send it once")
-
-
-def _compress(body: bytes, headers: dict[bytes, bytes], fields: HeaderList) -> bytes:
-    accepted = headers.get(b"accept-encoding", b"")
-    if b"gzip" in accepted:
-        fields.append((b"content-encoding", b"gzip"))
-        stream = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
-    elif b"deflate" in accepted:
-        fields.append((b"content-encoding", b"deflate"))
-        stream = zlib.compressobj(1)
-    else:
-        return body
-    return stream.compress(body) + stream.flush()
