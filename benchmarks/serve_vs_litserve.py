@@ -155,9 +155,9 @@ def _overload(
 
     closed, opened = [], []
     for _ in range(OVERLOAD_ROUNDS):
-        round_ = beyond(_turn(server, _closed, unhurried).throughput_items_s)
+        twice = beyond(_turn(server, _closed, unhurried).throughput_items_s)
         after = _turn(server, _closed, unhurried).throughput_items_s
-        closed.append(round_._replace(peak=(round_.peak + after) / 2))
+        closed.append(twice._replace(peak=(twice.peak + after) / 2))
         loads = [_turn(server, _open, requests, share * after, deadline_ms) for share in SHARES]
         opened.append(beyond(max(load.goodput_items_s for load in loads)))
         _say(f"{name}: {closed[-1].ratio:.3f} of the closed loop's peak, {opened[-1].ratio:.3f} of the open loop's")
