@@ -50,7 +50,8 @@ def test_jsq_takes_the_width_shares_of_another_run(slim: Slim, tmp_path: Path) -
 
 
 def test_bench_runs_live_and_judges_by_true_labels(slim: Slim, tmp_path: Path) -> None:
-    code, out, _ = slim("bench", "--config", DEMO, "-r", "jsq:0.25", "--out", tmp_path, "--json", *SHORT)
+    calm = ("--set", "workload.duration_s=3", "--set", "workload.rate=40")  # 3 s to drain: a busy machine may stand
+    code, out, _ = slim("bench", "--config", DEMO, "-r", "jsq:0.25", "--out", tmp_path, "--json", *SHORT, *calm)
     assert code == 0
     summary = json.loads(out)
     assert summary["mode"] == "live"

@@ -32,7 +32,7 @@ def workload(model_dir, **changes) -> Config:
 
 
 def test_every_arrival_is_answered_and_judged_by_its_true_label(model_dir):
-    config = workload(model_dir)
+    config = workload(model_dir, rate=40.0, duration_s=3.0)  # and 3 s to drain: a busy machine may stand
     run = bench(config, "jsq:random", seed=3)
     summary = summarize(run.recorder.record(run.info), config)
     assert summary["mode"] == "live"
