@@ -172,7 +172,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
     (None: the time of 30 full batches), because decisions are not evenly spaced. `target_delay_s`: a decision is
-    charged with the plan's price of what it uses, as many times as tasks stay longer than this. `accuracy`: a last
+    charged with the plan's price of what it uses, as many times as tasks stay longer than this; `charged_batch`: of a
+    batch of its own, or of its share of the batches in which its tasks ran. `accuracy`: a last
     segment's accuracy is its tuple's measured share of right answers, or each item's own outcome (the same mean,
     noisier). `reward_scale`: rewards are centred and scaled by each rollout's own mean and spread, so that an
     overloaded episode does not drown the others, or by the run's running ones. `loads` are factors on the workload's
@@ -209,6 +210,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     horizon_s: float | None = None
     gae_lambda: float = 0.97
     target_delay_s: float | None = None
+    charged_batch: Literal["own", "shared"] = "own"
     n_steps: int = 32
     reward_weight: Literal["tasks", "block"] = "tasks"
     reward_scale: Literal["rollout", "run"] = "rollout"

@@ -3,11 +3,12 @@
 import pytest
 
 from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
-from slim_scheduler.core.types import Decision
+from slim_scheduler.core.types import Batch, Block, Decision
 from slim_scheduler.training.episode import Episode
 from slim_scheduler.training.price import MOST_DELAYED, CapacityPrice
 from slim_scheduler.training.scenario import Scenarios
 from tests.core.facts import Table, cluster, seen, server, view
+from tests.core.networks import task
 from tests.training.clusters import small_table, training_cluster
 
 # One server that carries 100 items/s. 5 ms more make an item's last segment wide, worth 0.2 of accuracy: 40 per second.
@@ -22,10 +23,23 @@ def test_device_time_is_worth_what_it_buys_where_it_buys_most(load, price):
     assert (prices.into, prices.out_of) == ({"a": 0.0}, {"a": 0.0}), "the link is wide"
 
 
+def charged(price, view, decision, *batches):
+    """For one task of a block of all that waits, as far as the group goes; it ran in batches of these sizes."""
+    head, count = view.head, min(decision.group, view.head.waiting)
+    tasks = tuple(task(i, segment=head.segment, previous_width=head.previous_width) for i in range(count))
+    block = Block(1, decision.server, head.segment, decision.width, head.previous_width, False, tasks, view.now)
+    price.decided(1, view, decision)
+    for size in batches:
+        mates = tuple(task(i, segment=block.segment) for i in range(100, 100 + size - count))
+        ran = Batch(1, 1, block.segment, block.width, block.width, block.previous_width, tasks + mates, view.now)
+        price.started(block.server, ran)
+    return price.charged(1, block)
+
+
 def charge(width, completed=76, waiting=8, target=8 / (2 * 88), group=8):
     """By default 84 items came in the first second, and 8 of them are to be made up for in two: a load of 88."""
-    seconds = CapacityPrice(PLANS, alpha=1.0, target=target)
-    return seconds.charge(view(seen("a"), waiting=waiting, now=1.0, completed=completed), Decision("a", width, group))
+    price = CapacityPrice(PLANS, alpha=1.0, target=target)
+    return charged(price, view(seen("a"), waiting=waiting, now=1.0, completed=completed), Decision("a", width, group))
 
 
 def test_at_the_target_delay_widths_that_the_plan_mixes_are_worth_the_same():
@@ -51,7 +65,23 @@ def test_a_block_that_fills_no_batch_pays_for_its_own():
     facts = cluster(server("a", half_launch))
     price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1)
     now = view(seen("a"), now=1.0, completed=90)
-    assert price.charge(now, Decision("a", 0.5, 1)) == pytest.approx(4.5 * price.charge(now, Decision("a", 0.5, 8)))
+    one, full = (charged(price, now, Decision("a", 0.5, group)) for group in (1, 8))
+    assert one == pytest.approx(4.5 * full)
+
+
+def test_a_task_that_shares_a_batch_pays_its_share_of_it():
+    def half_launch(segment, previous, width, batch):
+        return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8
+
+    facts = cluster(server("a", half_launch))
+    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1, shared=True)
+    one, eight = (view(seen("a"), waiting=waiting, now=1.0, completed=98 - waiting) for waiting in (1, 8))
+    joined, alone, unfinished = (charged(price, one, Decision("a", 0.5, 8), *ran) for ran in ((8,), (1,), ()))
+    assert alone == pytest.approx(4.5 * joined)
+    assert unfinished == alone
+    assert charged(price, eight, Decision("a", 0.5, 8), 8) == pytest.approx(8 * joined), "eight times the delay"
+    split = charged(price, eight, Decision("a", 0.5, 1), 8)
+    assert split == pytest.approx(8 * alone), "seven of its kind were left behind"
 
 
 def test_a_link_that_is_full_has_a_price_as_well():
@@ -69,7 +99,7 @@ def test_a_link_that_is_full_has_a_price_as_well():
     assert link > 0
     price = CapacityPrice(plans, 1.0, 1.0)
     now = view(seen("a"), seen("b"), segment=1, previous=1.0, home="a", now=1.0, completed=10_000)
-    moves, stays = (price.charge(now, Decision(name, 0.5, 8)) for name in ("b", "a"))
+    moves, stays = (charged(price, now, Decision(name, 0.5, 8)) for name in ("b", "a"))
     delay = 8 / (2 * plans.load((("a", "b"), LOAD_STEPS)))
     expected = 0.0025 * prices.device["b"] + 400 * link
     assert (moves, stays) == (pytest.approx(expected * delay), pytest.approx(0.020 * prices.device["a"] * delay))

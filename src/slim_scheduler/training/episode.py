@@ -12,17 +12,23 @@ from numpy.random import Generator
 
 from slim_scheduler.config import Config
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported
+from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported, StartBatch
 from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.telemetry import View
-from slim_scheduler.core.types import Block, Decision, Joules, Seconds, ServerName, WidthTuple
+from slim_scheduler.core.types import Batch, Block, Decision, Joules, Seconds, ServerName, WidthTuple
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.workload import generate
 
 
 class Charges(Protocol):
-    def charge(self, view: View, decision: Decision) -> float:
-        """Reward that a decision costs others, per task of its block."""
+    """Told what happens, says what each decision cost others."""
+
+    def decided(self, number: int, view: View, decision: Decision) -> None: ...
+
+    def started(self, server: ServerName, batch: Batch) -> None: ...
+
+    def charged(self, number: int, block: Block) -> float:
+        """Reward per task of a block that is over."""
 
 
 class Credit(NamedTuple):
@@ -68,7 +74,6 @@ class Episode:
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
         self._charges = charges
-        self._charged: dict[int, float] = {}
         arrivals = generate(config.workload, seed, accuracy.items)
         arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
@@ -92,7 +97,7 @@ class Episode:
         self._choice.decision = decision
         self.decisions += 1
         if self._charges is not None and self.view is not None:
-            self._charged[self.decisions] = self._charges.charge(self.view, decision)
+            self._charges.decided(self.decisions, self.view, decision)
         self.simulation.decide()
         self.view = self.simulation.run_until_decision()
         return self.decisions
@@ -105,10 +110,10 @@ class Episode:
     def end(self) -> None:
         """Charges every unfinished block for its age, at the accuracy that nobody could have influenced."""
         now = self.simulation.agenda.now
-        for number, (block, energy_before) in self._sent.items():
+        for block, energy_before in self._sent.values():
             age = sum([now - task.entered for task in block.tasks]) / len(block.tasks)
             energy = self._block_energy(energy_before, now - block.sent_at, age)
-            self._earn(number, len(block.tasks), 0, self._mean_top1, age, energy)
+            self._earn(block, len(block.tasks), 0, self._mean_top1, age, energy)
         self._sent.clear()
 
     # ---- what the simulation shows its recorder
@@ -121,28 +126,31 @@ class Episode:
                 self._sent[block.block_id] = (block, self._energy() if self._weights.gamma else 0.0)
             elif kind is BlockFinished:
                 self._finished(command)
+            elif kind is StartBatch and self._charges is not None:
+                self._charges.started(machine, command.batch)
             elif kind is ServerReported:
                 self._utilization[command.report.server] = command.report.utilization
                 self._variance = _variance(list(self._utilization.values()))
 
-    def _finished(self, block: BlockFinished) -> None:
-        _, energy_before = self._sent.pop(block.block_id)
-        done = len(block.ran)
+    def _finished(self, end: BlockFinished) -> None:
+        block, energy_before = self._sent.pop(end.block_id)
+        done = len(end.ran)
         if not done:
-            self._earn(block.block_id, 0, block.lost, 0.0, block.finished_at - block.decided_at, 0.0)
+            self._earn(block, 0, end.lost, 0.0, end.finished_at - end.decided_at, 0.0)
             return
-        accuracy = sum([self._right(item, widths) for item, widths in block.ran]) / done
-        energy = self._block_energy(energy_before, block.finished_at - block.decided_at, block.latency)
-        self._earn(block.block_id, done, block.lost, accuracy, block.latency, energy)
+        accuracy = sum([self._right(item, widths) for item, widths in end.ran]) / done
+        energy = self._block_energy(energy_before, end.finished_at - end.decided_at, end.latency)
+        self._earn(block, done, end.lost, accuracy, end.latency, energy)
 
-    def _earn(self, number: int, done: int, lost: int, accuracy: float, latency: Seconds, energy: Joules) -> None:
+    def _earn(self, block: Block, done: int, lost: int, accuracy: float, latency: Seconds, energy: Joules) -> None:
         weights, tasks = self._weights, done + lost
         total = 0.0
         if done:
             total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
-        charged = self._charged.pop(number, 0.0)
+        number = block.block_id
+        charged = self._charges.charged(number, block) if self._charges is not None else 0.0
         self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged))
 
     def _right(self, item: int, widths: WidthTuple) -> float:

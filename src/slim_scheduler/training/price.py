@@ -6,28 +6,45 @@ prices the widths that the best plan mixes are worth the same, and every other i
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
 """
 
+from typing import NamedTuple
+
 from slim_scheduler.core.plan import seconds_per_item
 from slim_scheduler.core.router.links import moved_bytes
 from slim_scheduler.core.router.plan import PlanLedger
 from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.telemetry import View
-from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
 
 MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it would drown all other rewards
+
+
+class _Bill(NamedTuple):
+    """What a task of a block costs others: per second of its device, and for links. `alone`: seconds, in a batch of the
+    block's own."""
+
+    per_second: float
+    links: float
+    alone: Seconds
+    shared: bool
 
 
 class CapacityPrice:
     """What each decision is charged, in rewards per task. It is of one run.
 
     `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
-    the price is the dual, however long the queue is.
+    the price is the dual, however long the queue is. `shared`: a task is charged with its share of the batch in which
+    it ran, so that joining others is cheaper than a batch of one's own; but a block that leaves behind tasks which it
+    could have taken, like every block without `shared`, with its share of a batch of its own.
     """
 
-    def __init__(self, plans: Plans, alpha: float, target: Seconds | None) -> None:
+    def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
         facts = self._facts = plans.facts
         self._ledger = PlanLedger(plans)
         self._alpha = alpha
         self._target = target
+        self._shared = shared
+        self._open: dict[int, _Bill] = {}
+        self._ran: dict[TaskId, Seconds] = {}
         shape = facts.shape
         self._work: dict[tuple[ServerName, int, Width | None, Width], Seconds] = {
             (name, segment, previous, width): seconds_per_item(server, segment, previous, width)
@@ -37,25 +54,45 @@ class CapacityPrice:
             for width in shape.widths
         }
 
-    def charge(self, view: View, decision: Decision) -> float:
-        """Reward that others lose by one task of this block, whose tasks are waiting at the head."""
+    def decided(self, number: int, view: View, decision: Decision) -> None:
+        """The decision of this number, about the tasks that wait at the head."""
         head, prices = view.head, self._ledger.prices(view)
         name = decision.server
-        cost = self._seconds(view, decision) * prices.device.get(name, 0.0)
         size = moved_bytes(self._facts, head, name)
-        cost += size * prices.into.get(name, 0.0)
+        links = size * prices.into.get(name, 0.0)
         if head.home is not None:
-            cost += size * prices.out_of.get(head.home, 0.0)
+            links += size * prices.out_of.get(head.home, 0.0)
         delay_factor = 1.0 if self._target is None else min(MOST_DELAYED, self._delay(view) / self._target)
-        return self._alpha * cost * delay_factor
+        worth = self._alpha * delay_factor
+        count = min(head.waiting, self._facts.servers[name].max_batch)
+        seconds = self._seconds(name, head.segment, head.previous_width, decision.width, min(decision.group, count))
+        whole = decision.group >= min(count, view.servers[name].credit)
+        shared = self._shared and whole
+        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared)
 
-    def _seconds(self, view: View, decision: Decision) -> Seconds:
-        """Device time of one task. A block is a batch of its own: small blocks of many kinds make no full one."""
-        head, server = view.head, self._facts.servers[decision.server]
-        best = self._work[decision.server, head.segment, head.previous_width, decision.width]
-        batch = min(decision.group, head.waiting, server.max_batch)
-        alone = server.latency.seconds(head.segment, head.previous_width, decision.width, batch) / batch
-        return max(best, server.slowdown * alone)
+    def started(self, server: ServerName, batch: Batch) -> None:
+        """A batch began to run."""
+        if self._shared:
+            segment, previous, width = batch.segment, batch.previous_width, batch.width
+            seconds = self._seconds(server, segment, previous, width, len(batch.tasks))
+            self._ran.update(dict.fromkeys([task.task_id for task in batch.tasks], seconds))
+
+    def charged(self, number: int, block: Block) -> float:
+        """Reward that others lost by one task of this block, which is over. 0 for one that nobody decided."""
+        ran = [self._ran.pop(task.task_id, None) for task in block.tasks]
+        bill = self._open.pop(number, None)
+        if bill is None:
+            return 0.0
+        seconds = bill.alone
+        if bill.shared:
+            seconds = sum([bill.alone if own is None else own for own in ran]) / len(ran)
+        return bill.per_second * seconds + bill.links
+
+    def _seconds(self, server: ServerName, segment: int, previous: Width | None, width: Width, size: int) -> Seconds:
+        """Device time of one task in a batch of so many."""
+        facts = self._facts.servers[server]
+        alone = facts.slowdown * facts.latency.seconds(segment, previous, width, size) / size
+        return max(self._work[server, segment, previous, width], alone)
 
     def _delay(self, view: View) -> Seconds:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""

@@ -178,7 +178,8 @@ class Actor:
         training = self._training
         if training.target_delay_s is None and training.plan_rho <= 1:
             return None
-        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s)
+        shared = training.charged_batch == "shared"
+        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s, shared)
 
     def _end(self) -> list[Credit]:
         self._episode.end()
