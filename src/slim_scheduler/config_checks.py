@@ -39,7 +39,8 @@ NOT_NEGATIVE = {
     "telemetry": "age_s",
     "workload": "deadline_ms",
     "faults": "at_s",
-    "training": "value_coef entropy_coef warm_start_decisions backlog_s",
+    "router": "patience_s",
+    "training": "value_coef entropy_coef warm_start_decisions backlog_s patience_s",
 }
 # Likewise, from 0 to 1
 SHARES = {"faults": "share", "training": "epsilon_min epsilon_max gae_lambda warm_start_doubt"}

@@ -116,7 +116,7 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
                 return PowerOfTwo(name, rule)
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        return CostModel(name, rule, router_facts(config, shape, profiles))
+        return CostModel(name, rule, router_facts(config, shape, profiles), config.router.patience_s)
     if kind == "ppo" and argument:
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
@@ -147,13 +147,14 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
     from slim_scheduler.core.router.plans import Plans
 
     _, _, rho = name.partition(":")
+    patience = config.router.patience_s
     if not rho:
-        return PlanFollower(Plans(facts, accuracy))
+        return PlanFollower(Plans(facts, accuracy), name, patience)
     try:
         busy = float(rho)
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
-    return PlanFollower(Plans(facts, accuracy, busy), name)
+    return PlanFollower(Plans(facts, accuracy, busy), name, patience)
 
 
 def _prior(config: Config) -> AccuracyPrior:
@@ -222,7 +223,8 @@ def _fallback(config: Config, shape: ModelShape, profiles: dict[ServerName, Prof
     name = config.router.fallback
     if profiles is None and name.startswith("cost-model:"):
         name = name.replace("cost-model:", "jsq:")
-    return build_router(name, config, shape, profiles)
+    hasty = msgspec.structs.replace(config.router, patience_s=0.0)  # it decides where a choice was not allowed
+    return build_router(name, msgspec.structs.replace(config, router=hasty), shape, profiles)
 
 
 def _budget(server: ServerConfig) -> int:

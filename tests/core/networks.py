@@ -34,7 +34,7 @@ class Scripted:
     """A router that does as it is told: always the same decision, or an exception."""
 
     name = "scripted"
-    holds = False
+    patience = 0.0
 
     def __init__(self, decision: Decision | Exception) -> None:
         self.decision = decision

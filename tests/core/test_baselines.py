@@ -1,5 +1,6 @@
 from collections import Counter
 
+import msgspec
 import pytest
 from numpy.random import default_rng
 
@@ -16,6 +17,7 @@ from slim_scheduler.core.router.baselines import (
     width_shares,
 )
 from slim_scheduler.core.telemetry import Head, InstanceCount, ServerReport, ServerView, View
+from slim_scheduler.core.types import Decision
 from tests.core.networks import SEGMENTS, SHAPE, WIDTHS
 
 SERVERS = ("a", "b", "c")
@@ -112,6 +114,15 @@ def test_cost_model_prefers_the_fast_server_until_its_queue_costs_more():
     assert router.decide(with_instances(view((0, 0, 0), waiting=1)), rng).server == "a"
     # a: 4 queued at 0.01 s and its own 0.01 s; b: its own 0.02 s
     assert router.decide(with_instances(view((4, 0, 0), waiting=1)), rng).server == "b"
+
+
+def test_cost_model_waits_for_a_full_server_only_with_patience():
+    full = with_instances(view((8, 0, 0), waiting=1))
+    known, rule, rng = facts(seconds=(0.01, 1.0, 1.0)), width_rule("1", SHAPE), default_rng(0)
+    hasty, patient = (CostModel("c", rule, known, patience) for patience in (0.0, 0.05))
+    assert hasty.decide(full, rng).server == "b"
+    assert patient.decide(full, rng) == Decision("a", 1.0, 1)
+    assert patient.decide(msgspec.structs.replace(full, patient=False), rng).server == "b"
 
 
 def test_cost_model_counts_the_load_of_a_missing_instance():

@@ -7,6 +7,7 @@ from slim_scheduler.core.messages import (
     RequestCancelled,
     RouterFellBack,
     RouterTooSlow,
+    ServerLeft,
     TasksReturned,
     TimerFired,
     WakeAt,
@@ -84,6 +85,35 @@ def test_random_holds_the_head_for_the_server_it_drew():
         assert sent(made.handle(request(50), 0.1)) == [], "the head waits although the other server has credit"
     block = next(b for b in blocks if b.server == full)
     assert sent(made.handle(done(block, 1.0), 1.0))[0].server == full
+
+
+class Prefers:
+    """Wants server a, full or not, for 50 ms at most; then b."""
+
+    name, patience = "prefers", 0.05
+
+    def decide(self, view, rng):
+        return Decision("a" if view.patient or view.servers["a"].available else "b", 0.5, 1)
+
+
+def test_a_head_waits_for_a_full_server_no_longer_than_its_router_is_patient():
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
+    (first,) = sent(made.handle(request(1), 0.0))
+    commands = made.handle(request(2), 0.1)
+    (timer,) = only(commands, WakeAt)
+    assert (first.server, sent(commands), timer.at) == ("a", [], pytest.approx(0.15))
+    assert sent(made.handle(request(3), 0.149)) == []
+    assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
+    (second,) = sent(made.handle(done(first, 0.16), 0.16))
+    assert (second.server, second.tasks[0].item) == ("a", 300), "who came next, not the task that re-entered"
+
+
+def test_a_head_does_not_wait_for_a_server_that_left():
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
+    made.handle(request(1), 0.0)
+    assert sent(made.handle(request(2), 0.1)) == []
+    blocks = sent(made.handle(ServerLeft("a", "its process died"), 0.11))
+    assert {made.servers[block.server].up for block in blocks} <= {True}
 
 
 def test_other_routers_see_a_full_server_masked():

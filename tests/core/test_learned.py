@@ -41,7 +41,7 @@ def random_parameters(sizes, seed=0):
     return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in sizes.shapes().items()}
 
 
-def write_random_policy(folder, config, kind, seed=0):
+def write_random_policy(folder, config, kind, seed=0, patience=0.0):
     facts = facts_of(config)
     sizes = sizes_for(kind, facts)
     manifest = PolicyManifest(
@@ -52,6 +52,7 @@ def write_random_policy(folder, config, kind, seed=0):
         groups=facts.groups,
         sizes=sizes,
         batch_time=full_batch_time(facts),
+        patience=patience,
     )
     write_policy(folder, manifest, random_parameters(sizes, seed))
     return facts
@@ -189,6 +190,23 @@ def test_only_what_may_be_chosen_is_chosen(tmp_path):
             assert decision.width in view.head.widths
             full += not all(server.available for server in view.servers.values())
         assert full  # some had no credit
+
+
+@pytest.mark.parametrize("kind", ["paper", "extended"])
+def test_a_patient_policy_may_choose_full_servers_as_long_as_the_head_may_wait(tmp_path, kind):
+    config = training_cluster(tmp_path, workload={"rate": 3000.0, "duration_s": 0.3})
+    write_random_policy(tmp_path / "policy", config, kind, patience=0.01)
+    router = load_router(tmp_path / "policy", facts_of(config), Table, sample=True)
+    assert router.patience == 0.01
+    rng, full = np.random.default_rng(0), 0
+    for view in views(config, count=400):
+        full += not view.servers[router.decide(view, rng).server].available
+        impatient = router.decide(msgspec.structs.replace(view, patient=False), rng)
+        assert view.servers[impatient.server].available
+    assert full
+    fallbacks = Fallbacks()
+    Simulation(config, "ppo", 0, recorder=fallbacks, router=router).run()
+    assert not fallbacks.found
 
 
 def test_argmax_ignores_what_differs_between_processors(tmp_path):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from numpy.random import default_rng
 
@@ -81,6 +82,14 @@ def test_a_full_server_is_passed_over():
     router = after_a_second_at(120)
     for _ in range(20):
         assert router.decide(view(seen("a", credit=0), seen("b"), now=1.5, completed=120), RNG).server == "b"
+
+
+def test_with_patience_a_full_server_is_waited_for():
+    full = view(seen("a", credit=0), seen("b"), now=1.5, completed=20)
+    router = PlanFollower(Plans(FACTS, Table(), rho=1.0), patience=0.05)
+    full.servers["a"].limit = full.servers["a"].outstanding = 8
+    assert router.decide(full, RNG).server == "a"
+    assert router.decide(msgspec.structs.replace(full, patient=False), RNG).server == "b"
 
 
 def test_what_lies_at_its_home_stays_there_where_links_are_narrow():

@@ -60,6 +60,37 @@ def test_the_end_charges_unfinished_blocks_for_their_age(tmp_path):
     assert max(credit.latency for credit in charged) > 0
 
 
+class Ledger:
+    """Which server was decided on, and which the credited block went to."""
+
+    def __init__(self):
+        self.chosen, self.went, self.full = {}, {}, 0
+
+    def decided(self, number, view, decision):
+        self.chosen[number] = decision.server
+        self.full += not view.servers[decision.server].available
+
+    def started(self, server, batch): ...
+
+    def charged(self, number, block):
+        self.went[number] = block.server
+        return 0.0
+
+
+def test_a_decision_that_was_held_earns_what_its_block_does_and_one_that_was_dropped_nothing(tmp_path):
+    crash = {"kind": "crash", "server": "c", "at_s": 0.3}
+    config = training_cluster(tmp_path, faults=[crash], workload={"rate": 2000.0})
+    ledger, rng = Ledger(), np.random.default_rng(0)
+    episode = Episode(config, small_table(), seed=0, charges=ledger, patience=0.02)
+    while episode.view is not None:
+        view = episode.view
+        names = [name for name, server in view.servers.items() if server.may_be_chosen(view.patient)]
+        episode.decide(Decision(str(rng.choice(names)), 0.5, 8))
+    assert ledger.full > 20
+    assert ledger.went.items() <= ledger.chosen.items()
+    assert ledger.chosen.keys() - ledger.went.keys(), "a head held for the server that crashed"
+
+
 def test_the_environment_passes_gymnasiums_checker(tmp_path):
     env = gymnasium.make(ENV_ID, config=training_cluster(tmp_path), disable_env_checker=True)
     check_env(env.unwrapped, skip_render_check=True)

@@ -7,6 +7,7 @@ commands.
 """
 
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from numpy.random import Generator
 
@@ -52,6 +53,15 @@ from slim_scheduler.core.types import (
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 
 
+class _Held(NamedTuple):
+    """A decision for a full server, and who made it. At `until` it is made again, among servers with credit."""
+
+    key: Key
+    decision: Decision
+    router: str
+    until: Seconds
+
+
 class Dispatcher:
     """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused."""
 
@@ -83,7 +93,7 @@ class Dispatcher:
         self._retries = Retries(limits, self._ledger, self._fifo, self._fleet, tell)
         self._members = Membership(limits, self._fleet, self._retries, tell, self._look_again)
         self._deadlines: list[tuple[Seconds, RequestId]] = []
-        self._held: tuple[Key, Decision, str] | None = None
+        self._held: _Held | None = None
         self._fresh = 0  # items that came after the last decision: they do not wait for a server
         self._key_due: Key
         self._wake_at = float("inf")
@@ -110,6 +120,11 @@ class Dispatcher:
         if not self.held_up and not coming:
             return None
         return self._admission.too_late(slack, len(self._ledger.items) + coming)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks sent so far, which is the last one's number."""
+        return self._last_block
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -160,18 +175,19 @@ class Dispatcher:
             if key is None:
                 return None
             held, self._held = self._held, None
-            if held is None or held[0] != key or not self._may_hold(held[1].server):
+            server = fleet.views.get(held.decision.server) if held is not None else None
+            if held is None or held.key != key or server is None or not server.in_service:
                 self._key_due = key
                 return self._view(key, now)
-            if not fleet.views[held[1].server].available:
+            if server.available:
+                self._send(key, held.decision, held.router, now)
+            elif now < held.until:
                 self._held = held
                 return None
-            self._send(*held, now)
+            else:
+                self._key_due = key
+                return self._view(key, now, patient=False)
         return None
-
-    def _may_hold(self, server: ServerName) -> bool:
-        view = self._fleet.views.get(server)
-        return view is not None and view.in_service
 
     def decide(self, view: View) -> Decision:
         """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
@@ -180,8 +196,8 @@ class Dispatcher:
             self._commands.append(RouterFellBack(complaint))
         if self._fleet.views[decision.server].available:
             self._send(self._key_due, decision, router, view.now)
-        else:  # only a router that holds gets here
-            self._held = (self._key_due, decision, router)
+        else:
+            self._held = _Held(self._key_due, decision, router, view.now + self._router.patience)
         return decision
 
     def finish(self, now: Seconds) -> list[DispatcherCommand]:
@@ -217,7 +233,7 @@ class Dispatcher:
         reason = f"took {took * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
         self._commands.append(RouterFellBack(reason, until))
 
-    def _view(self, key: Key, now: Seconds) -> View:
+    def _view(self, key: Key, now: Seconds, patient: bool = True) -> View:
         fifo = self._fifo
         oldest = fifo.oldest(key)
         head = Head(
@@ -231,7 +247,7 @@ class Dispatcher:
             key[3][0] if key[3] is not None else None,
             now - self._ledger.items[oldest.item].request.request.arrival,
         )
-        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views)
+        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views, patient)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
         fifo_length = len(self._fifo)
@@ -308,10 +324,12 @@ class Dispatcher:
         """Asks for the next timer. A need that only moved later is found out when the timer fires."""
         while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
             heappop(self._deadlines)  # answered: its deadline needs no timer
-        deadline = self._deadlines[0][0] if self._deadlines else float("inf")
-        if self._wake_at <= deadline and self._wake_at != float("inf"):
+        soonest = self._deadlines[0][0] if self._deadlines else float("inf")
+        if self._held is not None:
+            soonest = min(soonest, self._held.until)
+        if self._wake_at <= soonest and self._wake_at != float("inf"):
             return
-        at = min(deadline, self._fleet.next_check())
+        at = min(soonest, self._fleet.next_check())
         if self._ledger.items:
             at = min(at, max(now, self._members.hopeless_at))
         if at < self._wake_at:

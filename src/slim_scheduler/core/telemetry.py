@@ -98,6 +98,14 @@ class ServerView:
     def available(self) -> bool:
         return self.up and self.outstanding < self.limit
 
+    def may_be_chosen(self, holds: bool) -> bool:
+        """By a router; one that may hold the head may choose a full server, and wait for its credit."""
+        return self.in_service if holds else self.available
+
+    def takes(self, waiting: int) -> int:
+        """How many of the waiting tasks a block for this server can have; of a full one, nobody knows yet: all."""
+        return min(waiting, self.credit) if self.credit > 0 else waiting
+
 
 class Head(msgspec.Struct, frozen=True, gc=False):
     """The oldest task's key, which the next decision is about, and how much of that key waits.
@@ -118,7 +126,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """All that a router may look at for one decision."""
+    """All that a router may look at for one decision. `patient`: the head may yet wait for a full server."""
 
     now: Seconds
     head: Head
@@ -126,3 +134,4 @@ class View(msgspec.Struct, frozen=True, gc=False):
     fifo_per_segment: Sequence[int]
     completed: int
     servers: Mapping[ServerName, ServerView]
+    patient: bool = True

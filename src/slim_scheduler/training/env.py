@@ -4,6 +4,7 @@ A step is one routing decision. Blocks finish later than they are decided, so `s
 last step, and `info["credits"]` says which decision earned how much. Importing this module registers the environment.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gymnasium import spaces
 from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
 from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.encoders import build_encoder
 from slim_scheduler.core.router.observation import (
     UNKNOWN,
@@ -54,9 +56,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups
-        self._encoder: Encoder = build_encoder(
-            self._config.training.observation, facts, self._batch_time, lambda: self._plans(facts)
-        )
+        self._encoder = self._encoder_for(facts)
         self._episode: Episode | None = None
         self._observation: Observation | None = None
         size = self._encoder.shared_size + len(self._encoder.names) * self._encoder.server_size
@@ -67,18 +67,22 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         super().reset(seed=seed)
         scenario: Scenario = self._scenarios.draw(self.np_random)
         training = self._config.training
-        self._encoder = build_encoder(
-            training.observation, scenario.facts, self._batch_time, lambda: self._plans(scenario.facts)
-        )
+        self._encoder = self._encoder_for(scenario.facts)
         self._episode = Episode(
             scenario.config,
             self._accuracy,
             int(self.np_random.integers(LARGEST_SEED)),
             expected=training.accuracy == "expected",
             backlog=scenario.backlog,
+            patience=training.patience_s,
         )
         self._observe(self._episode)
         return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
+
+    def _encoder_for(self, facts: RouterFacts) -> Encoder:
+        training = self._config.training
+        plans = partial(self._plans, facts)
+        return build_encoder(training.observation, facts, self._batch_time, plans, training.patience_s)
 
     def step(self, action: np.ndarray) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         episode = self._episode

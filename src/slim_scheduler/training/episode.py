@@ -54,7 +54,7 @@ class Episode:
 
     `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
     Arrivals of the first `backlog` seconds wait at the start. `charges`, where they are given, say what a
-    decision costs others.
+    decision costs others. `patience`: a router's.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Episode:
         expected: bool = False,
         backlog: Seconds = 0.0,
         charges: Charges | None = None,
+        patience: Seconds = 0.0,
     ) -> None:
         self._weights = config.reward
         self._accuracy = accuracy
@@ -77,7 +78,7 @@ class Episode:
         arrivals = generate(config.workload, seed, accuracy.items)
         arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
-        self._choice = _Choice()
+        self._choice = _Choice(patience)
         self.simulation = Simulation(
             config, self._choice.name, seed, recorder=self, arrivals=arrivals, router=self._choice
         )
@@ -85,6 +86,7 @@ class Episode:
         self._utilization: dict[ServerName, float | None] = dict.fromkeys(self.simulation.servers)
         self._variance = 0.0
         self._sent: dict[int, tuple[Block, Joules]] = {}
+        self._number_of: dict[int, int] = {}  # of the decision that became a block
         self._credits: list[Credit] = []
         self.decisions = 0
         self.view: View | None = self.simulation.run_until_decision()
@@ -96,6 +98,8 @@ class Episode:
         """
         self._choice.decision = decision
         self.decisions += 1
+        # A decision that is held and then dropped, because its server or its tasks went, never becomes a block.
+        self._number_of[self.simulation.dispatcher.blocks + 1] = self.decisions
         if self._charges is not None and self.view is not None:
             self._charges.decided(self.decisions, self.view, decision)
         self.simulation.decide()
@@ -149,7 +153,7 @@ class Episode:
             total += done * block_reward(weights, accuracy, latency, energy, self._variance, self._mean_top1)
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
-        number = block.block_id
+        number = self._number_of.pop(block.block_id)
         charged = self._charges.charged(number, block) if self._charges is not None else 0.0
         self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged))
 
@@ -180,8 +184,10 @@ class _Choice:
     """The router that decides what it was told to."""
 
     name = "training"
-    holds = False
     decision: Decision
+
+    def __init__(self, patience: Seconds) -> None:
+        self.patience = patience
 
     def decide(self, view: View, rng: Generator) -> Decision:
         return self.decision

@@ -20,27 +20,30 @@ MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it 
 
 class _Bill(NamedTuple):
     """What a task of a block costs others: per second of its device, and for links. `alone`: seconds, in a batch of the
-    block's own."""
+    block's own. `wait`: what a second is worth in which the head is held and others wait behind it."""
 
     per_second: float
     links: float
     alone: Seconds
     shared: bool
+    at: Seconds
+    wait: float
 
 
 class CapacityPrice:
     """What each decision is charged, in rewards per task. It is of one run.
 
-    `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
-    the price is the dual, however long the queue is. `shared`: a task is charged with its share of the batch in which
-    it ran, so that joining others is cheaper than a batch of one's own; but a block that leaves behind tasks which it
-    could have taken, like every block without `shared`, with its share of a batch of its own.
+    `alpha` and `beta` are what accuracy and a second are worth in eq. 7; `target` the mean time of a task in the
+    system, waiting included. None: the price is the dual, however long the queue is. `shared`: a task is charged with
+    its share of the batch in which it ran, so that joining others is cheaper than a batch of one's own; but a block
+    that leaves behind tasks which it could have taken, like every block without `shared`, with its share of a batch of
+    its own. Who holds the head for a full server is charged with the time of all who wait behind it.
     """
 
-    def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
+    def __init__(self, plans: Plans, alpha: float, beta: float, target: Seconds | None, shared: bool = False) -> None:
         facts = self._facts = plans.facts
         self._ledger = PlanLedger(plans)
-        self._alpha = alpha
+        self._alpha, self._beta = alpha, beta
         self._target = target
         self._shared = shared
         self._open: dict[int, _Bill] = {}
@@ -66,9 +69,10 @@ class CapacityPrice:
         worth = self._alpha * delay_factor
         count = min(head.waiting, self._facts.servers[name].max_batch)
         seconds = self._seconds(name, head.segment, head.previous_width, decision.width, min(decision.group, count))
-        whole = decision.group >= min(count, view.servers[name].credit)
+        whole = decision.group >= view.servers[name].takes(count)
         shared = self._shared and whole
-        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared)
+        wait = self._beta * delay_factor * max(0.0, min(self._most_behind(view), view.fifo_length - count))
+        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, view.now, wait)
 
     def started(self, server: ServerName, batch: Batch) -> None:
         """A batch began to run."""
@@ -86,13 +90,20 @@ class CapacityPrice:
         seconds = bill.alone
         if bill.shared:
             seconds = sum([bill.alone if own is None else own for own in ran]) / len(ran)
-        return bill.per_second * seconds + bill.links
+        held = max(0.0, block.sent_at - bill.at)
+        return bill.per_second * seconds + bill.links + bill.wait * held / len(block.tasks)
 
     def _seconds(self, server: ServerName, segment: int, previous: Width | None, width: Width, size: int) -> Seconds:
         """Device time of one task in a batch of so many."""
         facts = self._facts.servers[server]
         alone = facts.slowdown * facts.latency.seconds(segment, previous, width, size) / size
         return max(self._work[server, segment, previous, width], alone)
+
+    def _most_behind(self, view: View) -> float:
+        """Tasks that wait behind a head, beyond which more are no dearer."""
+        if self._target is None:
+            return float("inf")
+        return MOST_DELAYED * self._target * self._ledger.rate(view) * self._facts.shape.segments
 
     def _delay(self, view: View) -> Seconds:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""

@@ -154,16 +154,18 @@ class Actor:
     def _begin(self) -> None:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
+            facts, training = self._scenario.facts, self._training
             self._encoder = build_encoder(
-                self._training.observation, self._scenario.facts, self._batch_time, self._plans_here
+                training.observation, facts, self._batch_time, self._plans_here, training.patience_s
             )
             self._episode = Episode(
                 self._scenario.config,
                 self._accuracy,
                 int(self._rng.integers(LARGEST_SEED)),
-                expected=self._training.accuracy == "expected",
+                expected=training.accuracy == "expected",
                 backlog=self._scenario.backlog,
                 charges=self._charges(),
+                patience=training.patience_s,
             )
             self._teacher = None
             self._before = self._number
@@ -179,7 +181,8 @@ class Actor:
         if training.target_delay_s is None and training.plan_rho <= 1:
             return None
         shared = training.charged_batch == "shared"
-        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s, shared)
+        reward = self._config.reward
+        return CapacityPrice(self._plans_here(), reward.alpha, reward.beta, training.target_delay_s, shared)
 
     def _end(self) -> list[Credit]:
         self._episode.end()
@@ -222,6 +225,8 @@ class Actor:
     def _teach(self, name: str, view: View) -> Decision:
         if self._teacher is None or self._teacher[0] != name:
             config, facts = self._scenario.config, self._scenario.facts
+            patient = msgspec.structs.replace(config.router, patience_s=self._training.patience_s)
+            config = msgspec.structs.replace(config, router=patient)
             profiles = {server.name: server.profile for server in facts.servers.values()}
             self._teacher = (name, build_router(name, config, facts.shape, profiles))
         return self._teacher[1].decide(view, self._rng)

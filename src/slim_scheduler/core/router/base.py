@@ -17,10 +17,11 @@ from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName
 
 
 class Router(Protocol):
-    """`holds`: may choose a server without credit, and the head then waits for it (only `random`, the paper's)."""
+    """`patience`: how long the head, with all behind it, may wait for a full server that this router chose. 0: it
+    chooses among servers with credit; so does any when the time is over (`View.patient`)."""
 
     name: str
-    holds: bool
+    patience: Seconds
 
     def decide(self, view: View, rng: Generator) -> Decision: ...
 

@@ -56,7 +56,7 @@ def allowed(width: Width, widths: Sequence[Width]) -> Width:
 class RandomRouter:
     """Server, width and group drawn uniformly; a full server holds the head (method, section 3a)."""
 
-    holds = True
+    patience = float("inf")
 
     def __init__(self, groups: Sequence[int]) -> None:
         self.name = "random"
@@ -72,7 +72,7 @@ class RandomRouter:
 class RoundRobin:
     """The next server in turn that has credit."""
 
-    holds = False
+    patience = 0.0
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
@@ -91,7 +91,7 @@ class RoundRobin:
 class JoinShortestQueue:
     """The server with the fewest tasks sent and not yet done; ties are drawn."""
 
-    holds = False
+    patience = 0.0
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
@@ -105,7 +105,7 @@ class JoinShortestQueue:
 class PowerOfTwo:
     """The shorter queue of two servers drawn at random."""
 
-    holds = False
+    patience = 0.0
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
@@ -118,19 +118,21 @@ class PowerOfTwo:
 
 
 class CostModel:
-    """The server where the block is predicted to be done first: queue, instance load and link included."""
+    """The server where the block is predicted to be done first: queue, instance load and link included.
 
-    holds = False
+    With patience that may be a full one: a fast server's next credit can be worth more than a slow one's now.
+    """
 
-    def __init__(self, name: str, width: WidthRule, facts: RouterFacts) -> None:
+    def __init__(self, name: str, width: WidthRule, facts: RouterFacts, patience: Seconds = 0.0) -> None:
         self.name = name
+        self.patience = patience
         self._width = width
         self._costs = {server.name: ServerCost(server, facts) for server in facts.servers.values()}
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
         width = self._width(head, rng)
-        known = available_of(self._costs, view)
+        known = available_of(self._costs, view, self.patience)
         if not known:
             return Decision(_shortest(_available(view), rng).name, width, head.waiting)
         _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
@@ -163,7 +165,7 @@ class ServerCost:
     def completion(self, server: ServerView, head: Head, width: Width) -> Seconds:
         """Seconds until a block of all waiting tasks, as many as fit, would be back."""
         facts = self.facts
-        count = min(head.waiting, facts.max_batch, server.credit)
+        count = server.takes(min(head.waiting, facts.max_batch))
         run = facts.slowdown * facts.latency.seconds(head.segment, head.previous_width, width, count)
         return self.backlog(server) + run + self.load_time(server, head.segment, width) + self.transfer(head, count)
 
@@ -183,9 +185,10 @@ def _available(view: View) -> list[ServerView]:
     return [server for server in view.servers.values() if server.available]
 
 
-def available_of(names: Container[ServerName], view: View) -> list[ServerView]:
-    """Servers with credit whose profile is known; one that joined after the run began has none."""
-    return [server for server in view.servers.values() if server.available and server.name in names]
+def available_of(names: Container[ServerName], view: View, patience: Seconds = 0.0) -> list[ServerView]:
+    """Servers that may be chosen and whose profile is known; one that joined after the run began has none."""
+    holds = patience > 0 and view.patient
+    return [server for server in view.servers.values() if server.may_be_chosen(holds) and server.name in names]
 
 
 def _shortest(servers: Sequence[ServerView], rng: Generator) -> ServerView:

@@ -9,8 +9,13 @@ from slim_scheduler.core.router.plans import Plans
 from slim_scheduler.core.types import Seconds
 
 
-def build_encoder(kind: str, facts: RouterFacts, batch_time: Seconds, plans: Callable[[], Plans]) -> Encoder:
-    """`paper`, `extended` or `planned`; only the last makes the plans."""
+def build_encoder(
+    kind: str, facts: RouterFacts, batch_time: Seconds, plans: Callable[[], Plans], patience: Seconds = 0.0
+) -> Encoder:
+    """`paper`, `extended` or `planned`; only the last makes the plans. With `patience`, full servers
+    may be chosen."""
     if kind == "paper":
-        return PaperEncoder(facts)
-    return PlannedEncoder(plans(), batch_time) if kind == "planned" else ExtendedEncoder(facts, batch_time)
+        return PaperEncoder(facts, patience)
+    if kind == "planned":
+        return PlannedEncoder(plans(), batch_time, patience)
+    return ExtendedEncoder(facts, batch_time, patience)

@@ -27,6 +27,11 @@ class GuardedRouter:
     def suspend(self, until: Seconds) -> None:
         self._suspended_until = until
 
+    @property
+    def patience(self) -> Seconds:
+        """The router's; the fallback has none."""
+        return self._router.patience
+
     def decide(self, view: View) -> tuple[Decision, str, str | None]:
         """The decision, the name of who made it, and why the router did not, if so."""
         complaint = None
@@ -44,7 +49,7 @@ class GuardedRouter:
         server = view.servers.get(decision.server)
         if server is None:
             return f"chose server {decision.server}, which is unknown"
-        if not server.in_service or not (self._router.holds or server.available):
+        if not server.in_service or not (server.available or (self._router.patience and view.patient)):
             return f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
         if decision.width not in view.head.widths:
             return f"chose width {decision.width}, allowed are {view.head.widths}"

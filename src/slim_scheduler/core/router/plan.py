@@ -67,6 +67,10 @@ class PlanLedger:
         are for more than can be done, the one that is most behind."""
         if not self._plans.overloaded:
             return min(width for _, width in shares)
+        return self.next_width(view, shares)
+
+    def next_width(self, view: View, shares: Mapping[Target, float]) -> Width:
+        """The width that is most behind, over all servers."""
         behind: dict[Width, float] = {}
         for (_, width), tasks in self.behind(view, shares).items():
             behind[width] = behind.get(width, 0.0) + tasks
@@ -117,26 +121,29 @@ class PlanLedger:
 
 
 class PlanFollower:
-    """Sends where the plan is most behind."""
+    """Sends where the plan is most behind. With patience the plan says the width alone, and the server is the one where
+    the block is soonest done, full ones included."""
 
-    holds = False
-
-    def __init__(self, plans: Plans, name: str = "lp") -> None:
+    def __init__(self, plans: Plans, name: str = "lp", patience: Seconds = 0.0) -> None:
         self.name = name
+        self.patience = patience
         self._facts = facts = plans.facts
         self._ledger = PlanLedger(plans)
         self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)
-        target = self._ledger.next(view, shares)
-        server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
-        count = min(head.waiting, self._facts.servers[server].max_batch, view.servers[server].credit)
+        if self.patience:
+            server, width = self._soonest(self._ledger.next_width(view, shares), head, view)
+        else:
+            target = self._ledger.next(view, shares)
+            server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
+        count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
         self._ledger.sent(head, (server, width), count)
         return Decision(server, allowed(width, head.widths), count)
 
     def _soonest(self, width: Width, head: Head, view: View) -> Target:
         """Where a width is soonest done."""
         width = allowed(width, head.widths)
-        servers = available_of(self._costs, view)
+        servers = available_of(self._costs, view, self.patience)
         return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in servers)[1:]

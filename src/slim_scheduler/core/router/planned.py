@@ -20,10 +20,11 @@ NOT_PLANNED = -MOST_BEHIND
 class PlannedEncoder:
     """It is of one run, and must be told each decision (`took`)."""
 
-    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
+    def __init__(self, plans: Plans, batch_time: Seconds, patience: Seconds = 0.0) -> None:
         facts = plans.facts
-        self._seen = ExtendedEncoder(facts, batch_time)
+        self._seen = ExtendedEncoder(facts, batch_time, patience)
         self._ledger = PlanLedger(plans)
+        self._patience = patience
         self._widths = facts.shape.widths
         self._overloaded = plans.overloaded
         self._places = {
@@ -51,7 +52,11 @@ class PlannedEncoder:
         chosen = self._ledger.next(view, shares)
         if chosen is not None:
             row, column = self._places[chosen]
-            figures[row, -1] = shared[1 + column] = 1.0
+            figures[row, -1] = 1.0
+        if self._patience:
+            shared[1 + self._widths.index(self._ledger.next_width(view, shares))] = 1.0
+        elif chosen is not None:
+            shared[1 + column] = 1.0
         elif self._overloaded:
             shared[1 + self._widths.index(self._ledger.other_width(view, shares))] = 1.0
         return seen._replace(
@@ -61,5 +66,5 @@ class PlannedEncoder:
 
     def took(self, view: View, decision: Decision) -> None:
         """The decision about this view."""
-        count = min(decision.group, view.head.waiting, view.servers[decision.server].credit)
+        count = min(decision.group, view.servers[decision.server].takes(view.head.waiting))
         self._ledger.sent(view.head, (decision.server, decision.width), count)

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 class RewardGreedy:
     """Scores every (server, width, group) at once; ties go to the larger group, then the earlier server, narrower."""
 
-    holds = False
+    patience = 0.0
 
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, weights: RewardWeights) -> None:
         self.name = "reward-greedy"

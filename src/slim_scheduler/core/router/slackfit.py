@@ -25,7 +25,7 @@ Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]
 class SlackFit:
     """`slo`: the time an item has where its request names no deadline."""
 
-    holds = False
+    patience = 0.0
 
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds) -> None:
         self.name = "slackfit"
