@@ -173,8 +173,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
-    `patience_s`: the policy, and who teaches it, may choose a full server, and the head then waits for it so long at
-    most.
+    `patience_s`: the policy and its teacher may choose a full server; the head then waits for it, so long at most.
     `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
     (None: the time of 30 full batches), because decisions are not evenly spaced. `target_delay_s`: a decision is
     charged with the plan's price of what it uses, as many times as tasks stay longer than this; `charged_batch`: of a

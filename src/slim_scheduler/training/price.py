@@ -37,7 +37,8 @@ class CapacityPrice:
     system, waiting included. None: the price is the dual, however long the queue is. `shared`: a task is charged with
     its share of the batch in which it ran, so that joining others is cheaper than a batch of one's own; but a block
     that leaves behind tasks which it could have taken, like every block without `shared`, with its share of a batch of
-    its own. Who holds the head for a full server is charged with the time of all who wait behind it.
+    its own. Who holds the head for a full server is charged with the time of all who wait behind it: at `beta`, and
+    like device time as many times as tasks stay longer than the target.
     """
 
     def __init__(self, plans: Plans, alpha: float, beta: float, target: Seconds | None, shared: bool = False) -> None:

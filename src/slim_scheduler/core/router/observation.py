@@ -229,7 +229,7 @@ class _ServerEncoder:
         self._cluster = facts
         self._shape = shape
         self._widths = shape.widths
-        self._fewest = server.max_batch if holds else 1  # that a full server is looked at with
+        self._count_if_full = server.max_batch if holds else 1  # tasks that its predictions are for
         self._unit = 1.0 / batch_time
         self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
         self._run_figures: dict[tuple[int, Width | None], list[list[float]]] = {}  # the same as the policy sees it
@@ -273,7 +273,7 @@ class _ServerEncoder:
         unit, pending, share = self._unit, server.pending, self._share
         backlog = sum([count * share[kind] for kind, count in pending.items()]) if pending else 0.0
         credit = server.credit
-        count = min(head.waiting, self._facts.max_batch, credit if credit > 0 else self._fewest)
+        count = min(head.waiting, self._facts.max_batch, credit if credit > 0 else self._count_if_full)
         transfer = transfer_time(self._cluster, head, self._facts, count)
         ahead = backlog + transfer
         key = (segment, head.previous_width)
