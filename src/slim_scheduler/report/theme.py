@@ -55,6 +55,7 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,  # 67.724, not 0.004 and "+6.772e1" beside the axis
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "grid.color": LINE,
