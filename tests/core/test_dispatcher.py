@@ -116,6 +116,18 @@ def test_a_head_does_not_wait_for_a_server_that_left():
     assert [block.server for block in blocks] == ["b"]
 
 
+def test_a_head_whose_time_is_up_while_nobody_has_credit_waits_for_credit_without_a_timer():
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
+    (first,) = sent(made.handle(request(1), 0.0))
+    (due,) = only(made.handle(request(2), 0.1), WakeAt)
+    made.handle(ServerLeft("b", "its process died"), 0.11)
+    commands = made.handle(TimerFired(), due.at)
+    assert sent(commands) == []
+    assert all(timer.at > due.at for timer in only(commands, WakeAt)), "a timer that has passed would fire for ever"
+    (second,) = sent(made.handle(done(first, 0.16), 0.16))
+    assert (second.server, second.tasks[0].item) == ("a", 200)
+
+
 def test_other_routers_see_a_full_server_masked():
     made = dispatcher(jsq(), servers=("a", "b"), credit=1)
     servers = [b.server for i in (1, 2, 3) for b in sent(made.handle(request(i), 0.0))]

@@ -325,7 +325,7 @@ class Dispatcher:
         while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
             heappop(self._deadlines)  # answered: its deadline needs no timer
         soonest = self._deadlines[0][0] if self._deadlines else float("inf")
-        if self._held is not None:
+        if self._held is not None and now < self._held.until:  # later on it waits for credit, not for a time
             soonest = min(soonest, self._held.until)
         if self._wake_at <= soonest and self._wake_at != float("inf"):
             return
