@@ -61,7 +61,7 @@ def servers_over_time(run: RunFolder) -> Figure:
         upper.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         upper.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=6)
         lower.set_ylabel("tasks waiting")
-        lower.set_ylim(bottom=0)
+        lower.set_ylim(0, max(1.0, lower.get_ylim()[1]))  # an empty queue is not drawn at 0.04 tasks a line
         lower.set_xlabel("time, s")
         _shade_warmup(run, upper, lower)
     return figure
