@@ -128,6 +128,18 @@ def test_a_head_whose_time_is_up_while_nobody_has_credit_waits_for_credit_withou
     assert (second.server, second.tasks[0].item) == ("a", 200)
 
 
+def test_a_decision_for_a_head_that_was_cancelled_is_not_the_next_ones():
+    router = Prefers()
+    made = dispatcher(router, servers=("a", "b"), credit=1)
+    (first,) = sent(made.handle(request(1), 0.0))
+    assert sent(made.handle(request(2), 0.1)) == []
+    for number in (1, 2):
+        made.handle(RequestCancelled(number), 0.11)
+    made.handle(done(first, 0.12), 0.12)
+    router.decide = lambda view, rng: Decision("b", 0.5, 1)
+    assert [block.server for block in sent(made.handle(request(3), 0.13))] == ["b"]
+
+
 def test_other_routers_see_a_full_server_masked():
     made = dispatcher(jsq(), servers=("a", "b"), credit=1)
     servers = [b.server for i in (1, 2, 3) for b in sent(made.handle(request(i), 0.0))]

@@ -47,6 +47,7 @@ from slim_scheduler.core.types import (
     RequestId,
     Seconds,
     ServerName,
+    Task,
     TaskId,
 )
 
@@ -54,9 +55,11 @@ CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 
 
 class _Held(NamedTuple):
-    """A decision for a full server, and who made it. At `until` it is made again, among servers with credit."""
+    """A decision for a full server, and who made it. At `until` it is made again, among servers with credit; sooner
+    where `task`, the oldest that it was made for, was cancelled or expired."""
 
     key: Key
+    task: Task
     decision: Decision
     router: str
     until: Seconds
@@ -176,7 +179,7 @@ class Dispatcher:
                 return None
             held, self._held = self._held, None
             server = fleet.views.get(held.decision.server) if held is not None else None
-            if held is None or held.key != key or server is None or not server.in_service:
+            if held is None or server is None or not server.in_service or not self._still_for(key, held):
                 self._key_due = key
                 return self._view(key, now)
             if server.available:
@@ -197,7 +200,8 @@ class Dispatcher:
         if self._fleet.views[decision.server].available:
             self._send(self._key_due, decision, router, view.now)
         else:
-            self._held = _Held(self._key_due, decision, router, view.now + self._router.patience)
+            until = view.now + self._router.patience
+            self._held = _Held(self._key_due, self._fifo.oldest(self._key_due), decision, router, until)
         return decision
 
     def finish(self, now: Seconds) -> list[DispatcherCommand]:
@@ -232,6 +236,11 @@ class Dispatcher:
         self._router.suspend(until)
         reason = f"took {took * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
         self._commands.append(RouterFellBack(reason, until))
+
+    def _still_for(self, key: Key, held: _Held) -> bool:
+        """Whether the head is the one that was held; another may have come in its place while nobody had credit."""
+        flight = self._ledger.items.get(held.task.item)
+        return held.key == key and flight is not None and flight.waiting and flight.task is held.task
 
     def _view(self, key: Key, now: Seconds, patient: bool = True) -> View:
         fifo = self._fifo
