@@ -184,10 +184,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate, drawn per episode; half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is
     how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower;
     the rate follows their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
-    among widths and groups (`warm_start_doubt`): enough exploration to improve on it. `plan_coef`, with the observation
-    `planned`: how strongly the width is held to the plan's next one. `plan_rho`: how busy plans let devices and links
-    be; above 1 the queue may grow for as long as the load lasts, and without `target_delay_s` a decision is charged
-    with the plan's price itself.
+    among widths and groups (`warm_start_doubt`): enough exploration to improve on it. `plan_coef` and
+    `plan_server_coef`, with the observation `planned`: how strongly the width is held to the plan's next one, and the
+    server to the one that `lp` would take. `plan_rho`: how busy plans let devices and links be; above 1 the queue may
+    grow for as long as the load lasts, and without `target_delay_s` a decision is charged with the plan's price itself.
     An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
     """
 
@@ -207,6 +207,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entropy_coef: float = 0.003
     max_grad_norm: float = 0.5
     plan_coef: float = 0.0
+    plan_server_coef: float = 0.0
     plan_rho: float = 0.9
     epsilon_max: float = 0.1
     epsilon_min: float = 0.0

@@ -108,6 +108,19 @@ def test_a_head_waits_for_a_full_server_no_longer_than_its_router_is_patient():
     assert (second.server, second.tasks[0].item) == ("a", 300), "who came next, not the task that re-entered"
 
 
+def test_where_a_head_waited_for_nothing_nobody_waits_until_the_server_gives_credit():
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=2)
+    first, _ = [*sent(made.handle(request(1), 0.0)), *sent(made.handle(request(2), 0.0))]
+    (timer,) = only(made.handle(request(3), 0.1), WakeAt)
+    assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
+    assert not made.servers["a"].may_be_chosen(holds=True)
+    refused = made.handle(request(4), 0.2)
+    assert only(refused, RouterFellBack), "it is masked, so who prefers it all the same is overruled"
+    assert [block.server for block in sent(refused)] == ["b"]
+    made.handle(done(first, 0.21), 0.21)
+    assert made.servers["a"].may_be_chosen(holds=True)
+
+
 def test_a_head_does_not_wait_for_a_server_that_left():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
     made.handle(request(1), 0.0)

@@ -42,10 +42,9 @@ def test_the_plans_next_choice_is_what_the_plan_follower_decides(load, patience)
         theirs = decision.server, decision.width
         assert decision.width == WIDTHS[int(np.argmax(shared[-len(WIDTHS) :]))]
         assert shared[-len(WIDTHS) :].sum() == 1.0
-        if not patience:  # with it the plan says the width alone
-            assert decision.server == encoder.names[int(np.argmax(rows[:, -1]))]
-            assert rows[:, -1].sum() == 1.0
-            assert decision.server != "b" or full.available
+        assert decision.server == encoder.names[int(np.argmax(rows[:, -1]))]
+        assert rows[:, -1].sum() == 1.0
+        assert decision.server != "b" or full.available or patience
         encoder.took(now, decision)
         chosen.add(theirs)
     assert len(chosen) > 1 or (patience and load == 126), "a is soonest, and only narrow blocks can be carried"

@@ -20,6 +20,7 @@ from slim_scheduler.training.ppo import (
     entropies,
     joint_log_prob,
     mixed,
+    planned_server,
     planned_width,
     returns_and_advantages,
 )
@@ -78,6 +79,13 @@ def test_the_plans_next_width_is_what_the_width_head_is_held_to():
     out = outputs([1.0], [0.1, 0.7, 0.2], [1.0])
     torch.testing.assert_close(planned_width(out, torch.tensor([[9.0, 0.0, 1.0, 0.0]])).item(), math.log(0.7))
     assert planned_width(out, torch.tensor([[9.0, 0.0, 0.0, 0.0]])).item() == 0.0, "it names none"
+
+
+def test_the_server_of_lp_is_what_the_server_head_is_held_to():
+    out = outputs([0.1, 0.7, 0.2], [1.0], [1.0])
+    rows = torch.tensor([[[9.0, 0.0], [9.0, 1.0], [9.0, 0.0]]])
+    torch.testing.assert_close(planned_server(out, rows).item(), math.log(0.7))
+    assert planned_server(out, torch.zeros_like(rows)).item() == 0.0, "it names none"
 
 
 def test_gradient_of_the_mixture_likelihood_matches_finite_differences():

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from slim_scheduler.core.profile import Curve
 from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
 from slim_scheduler.core.types import Batch, Block, Decision
 from slim_scheduler.training.episode import Episode
@@ -14,6 +15,7 @@ from tests.training.clusters import small_table, training_cluster
 
 # One server that carries 100 items/s. 5 ms more make an item's last segment wide, worth 0.2 of accuracy: 40 per second.
 # From 67 items/s down all of those fit, and what is left makes first segments wide: 20 per second. Below 50 all is.
+TIRED = Curve((0.0, 0.9, 1.0), (1.0, 1.0, 1.5))  # who never rests is slower by half
 PLANS = Plans(cluster(server("a")), Table(), rho=1.0)
 
 
@@ -39,7 +41,7 @@ def charged(price, view, decision, *batches):
 
 def charge(width, completed=76, waiting=8, target=8 / (2 * 88), group=8):
     """By default 84 items came in the first second, and 8 of them are to be made up for in two: a load of 88."""
-    price = CapacityPrice(PLANS, 1.0, 0.0, target)
+    price = CapacityPrice(PLANS, 1.0, target)
     return charged(price, view(seen("a"), waiting=waiting, now=1.0, completed=completed), Decision("a", width, group))
 
 
@@ -64,7 +66,7 @@ def test_a_block_that_fills_no_batch_pays_for_its_own():
         return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8
 
     facts = cluster(server("a", half_launch))
-    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.0, 0.1)
+    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1)
     now = view(seen("a"), now=1.0, completed=90)
     one, full = (charged(price, now, Decision("a", 0.5, group)) for group in (1, 8))
     assert one == pytest.approx(4.5 * full)
@@ -75,7 +77,7 @@ def test_a_task_that_shares_a_batch_pays_its_share_of_it():
         return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8
 
     facts = cluster(server("a", half_launch))
-    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.0, 0.1, shared=True)
+    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1, shared=True)
     one, eight = (view(seen("a"), waiting=waiting, now=1.0, completed=98 - waiting) for waiting in (1, 8))
     joined, alone, unfinished = (charged(price, one, Decision("a", 0.5, 8), *ran) for ran in ((8,), (1,), ()))
     assert alone == pytest.approx(4.5 * joined)
@@ -85,27 +87,33 @@ def test_a_task_that_shares_a_batch_pays_its_share_of_it():
     assert split == pytest.approx(8 * alone), "seven of its kind were left behind"
 
 
-def test_who_holds_the_head_pays_for_those_behind():
-    price = CapacityPrice(PLANS, 0.0, beta=0.5, target=None)
-    now = msgspec.structs.replace(view(seen("a"), waiting=8, now=1.0), fifo_length=48)
-    block = Block(1, "a", 0, 0.5, None, False, tuple(task(i) for i in range(8)), 1.01)
-    price.decided(1, now, Decision("a", 0.5, 8))
-    assert price.charged(1, msgspec.structs.replace(block, sent_at=1.0)) == 0.0
-    price.decided(1, now, Decision("a", 0.5, 8))
-    assert price.charged(1, block) == pytest.approx(0.5 * 0.01 * 40 / 8)
-
-
-def test_more_than_so_many_behind_a_held_head_are_no_dearer():
-    price = CapacityPrice(PLANS, 0.0, beta=0.5, target=0.01)
-    now = view(seen("a"), waiting=8, now=1.0, completed=76)
+def held_charge(other, seconds=0.1):
+    """What it costs one task of eight that they were held so long for a, which is full, beside this other server. In
+    the first second 158 items came, of the 200 that both carry."""
+    price = CapacityPrice(Plans(cluster(server("a"), server("b", curve=TIRED)), Table(), rho=1.0), 1.0, None)
+    now = view(seen("a", credit=0), other, waiting=8, now=1.0, completed=150)
+    block = Block(1, "a", 0, 0.5, None, False, tuple(task(i) for i in range(8)), now.now)
     charges = []
-    for fifo in (9, 10_000, 20_000):
-        block = Block(1, "a", 0, 0.5, None, False, tuple(task(i) for i in range(8)), 1.01)
-        price.decided(1, msgspec.structs.replace(now, fifo_length=fifo), Decision("a", 0.5, 8))
-        charges.append(price.charged(1, block))
-    at_most = MOST_DELAYED * 0.01 * 2 * 90  # tasks, at a load of 90 items/s
-    assert charges[1] == charges[2] == pytest.approx(0.5 * 0.01 * MOST_DELAYED * at_most / 8)
-    assert charges[0] < charges[1]
+    for sent_at in (now.now, now.now + seconds):
+        price.decided(1, now, Decision("a", 0.5, 8))
+        charges.append(price.charged(1, msgspec.structs.replace(block, sent_at=sent_at)))
+    return charges[1] - charges[0]
+
+
+def test_who_holds_the_head_pays_for_others_that_had_credit_and_ran_out_of_work():
+    idle = held_charge(seen("b"))
+    assert idle == pytest.approx(40 * 0.1 / 8), "what a second of a device is worth there"
+    assert held_charge(seen("b"), seconds=0.2) == pytest.approx(2 * idle)
+    four = {(0, 0.5): 4}  # 20 ms of work
+    assert held_charge(seen("b", four)) == pytest.approx(0.8 * idle)
+    assert held_charge(seen("b", four), seconds=0.01) == 0.0
+    assert held_charge(seen("b", {}, credit=0)) == 0.0, "it could not have been sent there"
+
+
+def test_rest_costs_nothing_where_a_device_is_the_faster_for_it():
+    busy, tired = (held_charge(seen("b", utilization=u)) for u in (0.5, 1.0))
+    assert busy > 0
+    assert tired == 0.0
 
 
 def test_a_link_that_is_full_has_a_price_as_well():
@@ -121,7 +129,7 @@ def test_a_link_that_is_full_has_a_price_as_well():
     prices = plans.prices((("a", "b"), LOAD_STEPS))
     link = prices.into["b"] + prices.out_of["a"]
     assert link > 0
-    price = CapacityPrice(plans, 1.0, 0.0, 1.0)
+    price = CapacityPrice(plans, 1.0, 1.0)
     now = view(seen("a"), seen("b"), segment=1, previous=1.0, home="a", now=1.0, completed=10_000)
     moves, stays = (charged(price, now, Decision(name, 0.5, 8)) for name in ("b", "a"))
     delay = 8 / (2 * plans.load((("a", "b"), LOAD_STEPS)))
@@ -131,7 +139,7 @@ def test_a_link_that_is_full_has_a_price_as_well():
 
 def test_a_credit_says_what_its_decision_cost_others(tmp_path):
     config = training_cluster(tmp_path, workload={"rate": 50_000.0})
-    price = CapacityPrice(Plans(Scenarios(config).facts, small_table()), 1.0, 0.0, 0.01)
+    price = CapacityPrice(Plans(Scenarios(config).facts, small_table()), 1.0, 0.01)
     episode = Episode(config, small_table(), seed=0, charges=price)
     for _ in range(20):
         episode.decide(Decision("a", 0.5, 1) if episode.view.servers["a"].available else Decision("b", 0.5, 1))

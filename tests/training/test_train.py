@@ -132,7 +132,8 @@ def test_a_finished_run_says_what_it_was(tmp_path):
 
 
 def test_a_policy_that_sees_the_plan_is_trained_and_routes(tmp_path):
-    file = config_file(tmp_path / "cluster", warm_start="lp", observation="planned", plan_coef=0.1)
+    held = {"plan_coef": 0.1, "plan_server_coef": 0.1}
+    file = config_file(tmp_path / "cluster", warm_start="lp", observation="planned", **held)
     train(load_config(file), tmp_path / "out")
     assert read_policy(tmp_path / "out")[0].kind == "planned"
     config = load_config(file)
@@ -159,9 +160,10 @@ def test_a_policy_says_how_busy_its_plans_were(tmp_path):
     assert router._encoder._ledger._plans.overload == 1.25
 
 
-def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path):
-    with pytest.raises(ConfigError, match="plan_coef needs the observation planned; this is extended"):
-        train(load_config(config_file(tmp_path / "cluster", plan_coef=0.1)), tmp_path / "out")
+@pytest.mark.parametrize("key", ["plan_coef", "plan_server_coef"])
+def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path, key):
+    with pytest.raises(ConfigError, match=f"{key} needs the observation planned; this is extended"):
+        train(load_config(config_file(tmp_path / "cluster", **{key: 0.1})), tmp_path / "out")
 
 
 def test_rollouts_follow_from_seed_and_update(tmp_path):

@@ -188,6 +188,7 @@ class Dispatcher:
                 self._held = held
                 return None
             else:
+                server.patience_spent = True
                 self._key_due = key
                 return self._view(key, now, patient=False)
         return None

@@ -161,6 +161,7 @@ class Fleet:
             block = sent.block
             view = self.views[block.server]
             view.outstanding -= count
+            view.patience_spent = False
             kind = (block.segment, block.width)
             view.pending[kind] -= count
             if not view.pending[kind]:

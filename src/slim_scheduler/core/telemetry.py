@@ -69,6 +69,7 @@ class ServerView:
         "limit",
         "name",
         "outstanding",
+        "patience_spent",
         "pending",
         "report",
         "up",
@@ -82,6 +83,7 @@ class ServerView:
         self.credit_tasks = credit_tasks
         self.limit = credit_tasks
         self.outstanding = 0
+        self.patience_spent = False
         self.pending: dict[tuple[int, Width], int] = {}
         self.report: ServerReport | None = None
         self.heard_at = now
@@ -99,8 +101,11 @@ class ServerView:
         return self.up and self.outstanding < self.limit
 
     def may_be_chosen(self, holds: bool) -> bool:
-        """By a router; one that may hold the head may choose a full server, and wait for its credit."""
-        return self.in_service if holds else self.available
+        """By a router; one that may hold the head may choose a full server, and wait for its credit.
+
+        Where a head did so for nothing nobody does again, until the server gives credit back: it may be stuck.
+        """
+        return self.available or (holds and self.in_service and not self.patience_spent)
 
     def takes(self, waiting: int) -> int:
         """How many of the waiting tasks a block for this server can have; of a full one, nobody knows yet: all."""

@@ -239,6 +239,11 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_coef: float) -> Ten
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
 
 
+def planned_server(out: Outputs, servers: Tensor) -> Tensor:
+    """Log-probability of the server that `lp` would take next, (B,); 0 where it names none."""
+    return (servers[:, :, -1] * torch.log_softmax(out.server, dim=1)).sum(dim=1)
+
+
 def planned_width(out: Outputs, shared: Tensor) -> Tensor:
     """Log-probability of the width that the plan would send next, (B,); 0 where it names none.
 
@@ -283,6 +288,8 @@ class PPO:
                 loss = -surrogate + settings.value_coef * value_loss - settings.entropy_coef * entropy  # eq. 13
                 if settings.plan_coef:
                     loss = loss - settings.plan_coef * planned_width(out, inputs.shared[rows]).mean()
+                if settings.plan_server_coef:
+                    loss = loss - settings.plan_server_coef * planned_server(out, inputs.servers[rows]).mean()
                 norm = self._step(loss)
                 with torch.no_grad():
                     stats.policy_loss -= float(surrogate)

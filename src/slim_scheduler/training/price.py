@@ -6,45 +6,49 @@ prices the widths that the best plan mixes are worth the same, and every other i
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slim_scheduler.core.plan import seconds_per_item
+from slim_scheduler.core.router.baselines import ServerCost
 from slim_scheduler.core.router.links import moved_bytes
 from slim_scheduler.core.router.plan import PlanLedger
 from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.telemetry import ServerView, View
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
 
+RESTED = 0.05  # of the time: the step in which a device's curve is looked at
 MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it would drown all other rewards
 
 
 class _Bill(NamedTuple):
     """What a task of a block costs others: per second of its device, and for links. `alone`: seconds, in a batch of the
-    block's own. `wait`: what a second is worth in which the head is held and others wait behind it."""
+    block's own. `idle`: of each server that had credit when the head was held for another, the seconds of work that it
+    had, and what a second without costs."""
 
     per_second: float
     links: float
     alone: Seconds
     shared: bool
     at: Seconds
-    wait: float
+    idle: tuple[tuple[Seconds, float], ...]
 
 
 class CapacityPrice:
     """What each decision is charged, in rewards per task. It is of one run.
 
-    `alpha` and `beta` are what accuracy and a second are worth in eq. 7; `target` the mean time of a task in the
-    system, waiting included. None: the price is the dual, however long the queue is. `shared`: a task is charged with
-    its share of the batch in which it ran, so that joining others is cheaper than a batch of one's own; but a block
-    that leaves behind tasks which it could have taken, like every block without `shared`, with its share of a batch of
-    its own. Who holds the head for a full server is charged with the time of all who wait behind it: at `beta`, and
-    like device time as many times as tasks stay longer than the target.
+    `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
+    the price is the dual, however long the queue is. `shared`: a task is charged with its share of the batch in which
+    it ran, so that joining others is cheaper than a batch of one's own; but a block that leaves behind tasks which it
+    could have taken, like every block without `shared`, with its share of a batch of its own. Who holds the head for a
+    full server is charged with the work that others could have done meanwhile: those with credit that ran out of it.
     """
 
-    def __init__(self, plans: Plans, alpha: float, beta: float, target: Seconds | None, shared: bool = False) -> None:
+    def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
         facts = self._facts = plans.facts
         self._ledger = PlanLedger(plans)
-        self._alpha, self._beta = alpha, beta
+        self._alpha = alpha
+        self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
         self._target = target
         self._shared = shared
         self._open: dict[int, _Bill] = {}
@@ -72,8 +76,8 @@ class CapacityPrice:
         seconds = self._seconds(name, head.segment, head.previous_width, decision.width, min(decision.group, count))
         whole = decision.group >= view.servers[name].takes(count)
         shared = self._shared and whole
-        wait = self._beta * delay_factor * max(0.0, min(self._most_behind(view), view.fifo_length - count))
-        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, view.now, wait)
+        idle = () if view.servers[name].available else self._idle(view, worth, prices.device)
+        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, view.now, idle)
 
     def started(self, server: ServerName, batch: Batch) -> None:
         """A batch began to run."""
@@ -92,7 +96,8 @@ class CapacityPrice:
         if bill.shared:
             seconds = sum([bill.alone if own is None else own for own in ran]) / len(ran)
         held = max(0.0, block.sent_at - bill.at)
-        return bill.per_second * seconds + bill.links + bill.wait * held / len(block.tasks)
+        lost = sum([price * max(0.0, held - work) for work, price in bill.idle])
+        return bill.per_second * seconds + bill.links + lost / len(block.tasks)
 
     def _seconds(self, server: ServerName, segment: int, previous: Width | None, width: Width, size: int) -> Seconds:
         """Device time of one task in a batch of so many."""
@@ -100,11 +105,22 @@ class CapacityPrice:
         alone = facts.slowdown * facts.latency.seconds(segment, previous, width, size) / size
         return max(self._work[server, segment, previous, width], alone)
 
-    def _most_behind(self, view: View) -> float:
-        """Tasks that wait behind a head, beyond which more are no dearer."""
-        if self._target is None:
-            return float("inf")
-        return MOST_DELAYED * self._target * self._ledger.rate(view) * self._facts.shape.segments
+    def _idle(self, view: View, worth: float, prices: Mapping[ServerName, float]) -> tuple[tuple[Seconds, float], ...]:
+        """Of servers with credit: the seconds of work that they have, and what a second without costs."""
+        return tuple(
+            (self._costs[name].backlog(server), worth * prices.get(name, 0.0) * self._lost_at_rest(name, server))
+            for name, server in view.servers.items()
+            if server.available and name in self._costs
+        )
+
+    def _lost_at_rest(self, name: ServerName, server: ServerView) -> float:
+        """Work that a second of rest leaves undone; 0 for a device so busy that rest makes it as much faster."""
+        report, slowdown = server.report, self._facts.servers[name].profile.slowdown
+        busy = 0.0 if report is None or report.utilization is None else report.utilization
+        rested = busy - RESTED
+        if rested <= 0:
+            return 1.0
+        return max(0.0, (busy / slowdown(busy) - rested / slowdown(rested)) / RESTED)
 
     def _delay(self, view: View) -> Seconds:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""

@@ -181,8 +181,7 @@ class Actor:
         if training.target_delay_s is None and training.plan_rho <= 1:
             return None
         shared = training.charged_batch == "shared"
-        reward = self._config.reward
-        return CapacityPrice(self._plans_here(), reward.alpha, reward.beta, training.target_delay_s, shared)
+        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s, shared)
 
     def _end(self) -> list[Credit]:
         self._episode.end()

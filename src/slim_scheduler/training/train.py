@@ -44,10 +44,11 @@ def train(
     """
     torch.set_num_threads(1)
     training = config.training
-    if training.plan_coef and training.observation != "planned":
-        raise ConfigError(
-            f"plan_coef needs the observation planned; this is {training.observation}, which sees no plan"
-        )
+    for name in ("plan_coef", "plan_server_coef"):
+        if getattr(training, name) and training.observation != "planned":
+            raise ConfigError(
+                f"{name} needs the observation planned; this is {training.observation}, which sees no plan"
+            )
     facts = Scenarios(config).facts
     manifest = _manifest(config, seed)
     ppo = PPO(fresh_network(config, seed), training)

@@ -49,7 +49,7 @@ class GuardedRouter:
         server = view.servers.get(decision.server)
         if server is None:
             return f"chose server {decision.server}, which is unknown"
-        if not server.in_service or not (server.available or (self._router.patience and view.patient)):
+        if not server.may_be_chosen(bool(self._router.patience) and view.patient):
             return f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
         if decision.width not in view.head.widths:
             return f"chose width {decision.width}, allowed are {view.head.widths}"

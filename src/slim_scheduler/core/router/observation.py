@@ -217,6 +217,7 @@ class ExtendedEncoder:
 
 
 SERVER_FIGURES = 14  # the columns that are neither per segment nor per width
+PREDICTED = 7  # where the columns begin that tell by width when a block would be done
 
 
 class _ServerEncoder:

@@ -2,14 +2,16 @@
 
 A plan that mixes widths is no argmax of the state: it is kept by sending what is most behind. So each server's row also
 has, per width, the plan's share of the head's kind and how many tasks it is behind that, and which server and width are
-the plan's next; to follow the plan is then to copy these, and what is left to learn is where to depart from it.
+`lp`'s next; to follow the plan is then to copy these, and what is left to learn is where to depart from it.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
-from slim_scheduler.core.router.observation import ExtendedEncoder, Observation
+from slim_scheduler.core.router.observation import PREDICTED, ExtendedEncoder, Observation
 from slim_scheduler.core.router.plan import PlanLedger
-from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.plans import Plans, Target
 from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds
 
@@ -49,20 +51,28 @@ class PlannedEncoder:
             figures[row, count + column] = max(-MOST_BEHIND, min(MOST_BEHIND, behind * self._units[target[0]]))
         shared = np.zeros(1 + count, np.float32)
         shared[0] = self._ledger.load
-        chosen = self._ledger.next(view, shares)
-        if chosen is not None:
-            row, column = self._places[chosen]
-            figures[row, -1] = 1.0
-        if self._patience:
-            shared[1 + self._widths.index(self._ledger.next_width(view, shares))] = 1.0
-        elif chosen is not None:
-            shared[1 + column] = 1.0
-        elif self._overloaded:
-            shared[1 + self._widths.index(self._ledger.other_width(view, shares))] = 1.0
+        next_server, next_width = self._next(view, shares, seen)
+        if next_server is not None:
+            figures[next_server, -1] = 1.0
+        if next_width is not None:
+            shared[1 + next_width] = 1.0
         return seen._replace(
             shared=np.concatenate((seen.shared, shared)),
             servers=np.concatenate((seen.servers, figures), axis=1),
         )
+
+    def _next(self, view: View, shares: Mapping[Target, float], seen: Observation) -> tuple[int | None, int | None]:
+        """Indices of the server and width that `lp` would take; with patience it is where the width is soonest done."""
+        if self._patience:
+            column = self._widths.index(self._ledger.next_width(view, shares))
+            done = np.where(seen.server_mask, seen.servers[:, PREDICTED + column], np.inf)
+            return int(np.argmin(done)), column
+        chosen = self._ledger.next(view, shares)
+        if chosen is not None:
+            return self._places[chosen]
+        if self._overloaded:
+            return None, self._widths.index(self._ledger.other_width(view, shares))
+        return None, None
 
     def took(self, view: View, decision: Decision) -> None:
         """The decision about this view."""
