@@ -39,7 +39,7 @@ def latency_curves(groups: Groups) -> Figure:
         axes.set_ylabel("items answered within")
         axes.set_ylim(0, 1.005)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return figure
 
 
