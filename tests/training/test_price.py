@@ -15,8 +15,8 @@ from tests.training.clusters import small_table, training_cluster
 
 # One server that carries 100 items/s. 5 ms more make an item's last segment wide, worth 0.2 of accuracy: 40 per second.
 # From 67 items/s down all of those fit, and what is left makes first segments wide: 20 per second. Below 50 all is.
-TIRED = Curve((0.0, 0.9, 1.0), (1.0, 1.0, 1.5))  # who never rests is slower by half
 PLANS = Plans(cluster(server("a")), Table(), rho=1.0)
+TIRED = Curve((0.0, 0.9, 1.0), (1.0, 1.0, 1.5))  # who never rests is slower by half
 
 
 @pytest.mark.parametrize(("load", "price"), [(40, 0.0), (60, 20.0), (80, 40.0), (98, 40.0)])

@@ -58,7 +58,7 @@ class ServerView:
 
     `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
     `limit` is how many may be outstanding: `credit_tasks`, a few while the server is on probation, none while it is
-    ejected or draining.
+    ejected or draining. `patience_spent`: a head waited for its credit for nothing, and it has given none since.
     """
 
     __slots__ = (
