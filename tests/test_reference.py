@@ -1,6 +1,7 @@
 """The reference cluster's scripts: profiles follow their formulas, and a shrunk calibration runs to its table."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -137,6 +138,21 @@ def test_a_shipped_policy_says_what_it_was_trained_for(policy):
     # Whatever is newer than a policy had its default.
     trained_with = json.loads(msgspec.json.encode(TrainingConfig())) | manifest["training"]
     assert json.loads(msgspec.json.encode({key: trained_with[key] for key in settings})) == settings
+
+
+@pytest.mark.parametrize("results", sorted((REFERENCE / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_a_policy_is_judged_by_rows_that_were_computed_before(monkeypatch, capsys, tmp_path, results):
+    monkeypatch.setattr(sys, "path", [str(REFERENCE), *sys.path])
+    from verdict import main
+
+    rows = json.loads(results.read_text())
+    (tmp_path / "compare.json").write_text(json.dumps(rows[:1]))
+    monkeypatch.setattr(sys, "argv", ["verdict.py", str(tmp_path), "--against", str(results)])
+    main()
+    printed = capsys.readouterr().out
+    assert all(f"| {row['router']} |" in printed for row in rows)
+    best = max(rows, key=lambda row: sum(row["metrics"]["reward.mean"]["runs"]))["router"]
+    assert re.search(rf"reward: .* % against {re.escape(best)}$", printed, re.MULTILINE)
 
 
 def test_the_verdict_is_against_the_best_of_those_who_are_as_accurate(monkeypatch):

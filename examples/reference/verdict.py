@@ -4,6 +4,13 @@
         --routers ppo:examples/reference/policies/responsive,lp,cost-model:0.25,cost-model:0.5,slackfit,reward-greedy
     python examples/reference/verdict.py runs/below-0.7
 
+Heuristics take an hour and change seldom. `--against` adds rows that were computed before, on the same seeds and by the
+same rules: those of results/ are of the seeds 100 to 109, runs of 10 s at 0.5 and 0.7 and of 60 s elsewhere.
+
+    slim compare -c examples/reference/below.toml --set workload.rate=8271 --set reward.beta=0.05 --seeds 10 \
+        --seed 100 --out runs/below-0.95 --routers ppo:examples/reference/policies/responsive
+    python examples/reference/verdict.py runs/below-0.95 --against examples/reference/results/below-0.95.json
+
 For item p99 and device energy per item it takes the best of the others that are at least as accurate; for the reward
 the best of all. Differences are paired by seed, relative to the other's mean, with their 95 % interval.
 """
@@ -79,8 +86,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparisons", nargs="+", type=Path, help="folders that `slim compare` wrote")
-    for folder in parser.parse_args().comparisons:
-        rows = json.loads((folder / "compare.json").read_text())
+    parser.add_argument("--against", type=Path, help="more rows, of the same seeds: a file like those in results/")
+    asked = parser.parse_args()
+    more = json.loads(asked.against.read_text()) if asked.against else []
+    for folder in asked.comparisons:
+        rows = json.loads((folder / "compare.json").read_text()) + more
         print(f"\n{folder.name}\n")
         print("\n".join(table(rows)))
         print()
