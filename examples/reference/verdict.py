@@ -91,6 +91,8 @@ def main() -> None:
     more = json.loads(asked.against.read_text()) if asked.against else []
     for folder in asked.comparisons:
         rows = json.loads((folder / "compare.json").read_text()) + more
+        if len(counts := {len(runs(row, "reward.mean")) for row in rows}) > 1:
+            raise SystemExit(f"{folder}: rows of {sorted(counts)} seeds cannot be paired; run the same seeds for all")
         print(f"\n{folder.name}\n")
         print("\n".join(table(rows)))
         print()
