@@ -104,7 +104,8 @@ class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`sample`: a learned router draws from its policy instead of taking each head's argmax. `patience_s`: how long the
     head may wait for a full server that `cost-model` or `lp` chose; 0, the method's: they see only servers with credit.
-    A learned router has its own (`TrainingConfig`)."""
+    A learned router has its own (`TrainingConfig`). `patience_room`: nobody waits so while more tasks wait than so many
+    times what all servers may have at once, because then each of them is needed; `random`, which always waits, does."""
 
     name: str = "random"
     groups: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -113,6 +114,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe_s: float = 1.0
     sample: bool = False
     patience_s: float = 0.0
+    patience_room: float = 2.0
 
 
 class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,7 +175,8 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
 
-    `patience_s`: the policy and its teacher may choose a full server; the head then waits for it, so long at most.
+    `patience_s`: the policy and its teacher may choose a full server; the head then waits for it, so long at most, and
+    with `patience_room` as in `RouterConfig` (None: however many wait, whatever the run's own is).
     `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
     (None: the time of 30 full batches), because decisions are not evenly spaced. `target_delay_s`: a decision is
     charged with the plan's price of what it uses, as many times as tasks stay longer than this; `charged_batch`: of a
@@ -193,6 +196,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     observation: Literal["paper", "extended", "planned"] = "extended"
     patience_s: float = 0.0
+    patience_room: float | None = None
     hidden: int = 64
     decisions: int = 600_000
     workers: int = 2

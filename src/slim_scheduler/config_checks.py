@@ -25,10 +25,11 @@ POSITIVE = {
     "telemetry": "period_s",
     "workload": "rate duration_s items_per_request slo_ms burst_factor burst_s burst_every_s",
     "cluster": "hung_limit_s",
+    "router": "patience_room",
     "faults": "factor duration_s",
     "training": (
         "hidden decisions workers rollout_decisions episode_rollouts epochs minibatch learning_rate clip_coef "
-        "max_grad_norm n_steps checkpoint_updates horizon_s target_delay_s plan_rho"
+        "max_grad_norm n_steps checkpoint_updates horizon_s target_delay_s plan_rho patience_room"
     ),
 }
 # Likewise, 0 or more

@@ -190,6 +190,7 @@ def build_dispatcher(
         no_server_timeout=dispatch.no_server_timeout_s,
         slow_router=config.router.slow_ms / 1e3,
         router_probe=config.router.probe_s,
+        patience_room=config.router.patience_room,
     )
     chosen = router or build_router(router_name, config, shape, profiles)
     return Dispatcher(limits, shape, chosen, _fallback(config, shape, profiles), run_rng(seed, "router"), accuracy)

@@ -121,6 +121,26 @@ def test_where_a_head_waited_for_nothing_nobody_waits_until_the_server_gives_cre
     assert made.servers["a"].may_be_chosen(holds=True)
 
 
+@pytest.mark.parametrize(("items", "servers"), [(4, []), (5, ["b"])])
+def test_a_head_does_not_wait_while_twice_as_much_waits_as_all_servers_may_have(items, servers):
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
+    made.handle(request(1), 0.0)
+    assert [block.server for block in sent(made.handle(request(2, items=items), 0.1))] == servers
+
+
+def test_how_much_may_wait_before_nobody_waits_for_a_full_server_can_be_set():
+    made = dispatcher(Prefers(), servers=("a", "b"), credit=1, patience_room=1.0)
+    made.handle(request(1), 0.0)
+    assert [block.server for block in sent(made.handle(request(2, items=3), 0.1))] == ["b"]
+
+
+def test_random_waits_for_its_server_however_much_waits():
+    made = dispatcher(RandomRouter((1,)), servers=("a", "b"), credit=3)
+    commands = made.handle(request(1, items=20), 0.0)
+    assert len(sent(commands)) < 6, "one server has credit left"
+    assert not only(commands, RouterFellBack)
+
+
 def test_a_head_does_not_wait_for_a_server_that_left():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
     made.handle(request(1), 0.0)

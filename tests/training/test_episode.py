@@ -79,7 +79,7 @@ class Ledger:
 
 def test_a_decision_that_was_held_earns_what_its_block_does_and_one_that_was_dropped_nothing(tmp_path):
     crash = {"kind": "crash", "server": "c", "at_s": 0.3}
-    config = training_cluster(tmp_path, faults=[crash], workload={"rate": 2000.0})
+    config = training_cluster(tmp_path, faults=[crash], workload={"rate": 2000.0}, router={"patience_room": 100.0})
     ledger, rng = Ledger(), np.random.default_rng(0)
     episode = Episode(config, small_table(), seed=0, charges=ledger, patience=0.02)
     while episode.view is not None:

@@ -6,6 +6,7 @@ tasks that did not run (`retries.py`). It carries no tensors and talks to nobody
 commands.
 """
 
+import math
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -257,6 +258,8 @@ class Dispatcher:
             key[3][0] if key[3] is not None else None,
             now - self._ledger.items[oldest.item].request.request.arrival,
         )
+        if 0 < self._router.patience < math.inf and len(fifo) > self._limits.patience_room * self._fleet.room():
+            patient = False
         return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views, patient)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:

@@ -79,6 +79,10 @@ class Fleet:
                 return True
         return False
 
+    def room(self) -> int:
+        """Tasks that the servers in service may have at once."""
+        return sum([view.limit for view in self.views.values() if view.up])
+
     def any_up(self) -> bool:
         return any(view.up for view in self.views.values())
 

@@ -4,6 +4,8 @@ A policy that is to serve any cluster must have seen many: how many servers, how
 follows the drawn servers' capacity, so that a factor of 1 means as busy as configured.
 """
 
+import math
+
 import msgspec
 from numpy.random import Generator
 
@@ -58,8 +60,9 @@ class Scenarios:
             facts = self._facts(config)
             factor *= self._capacity_of(facts) / self._capacity
         workload = msgspec.structs.replace(config.workload, rate=factor * config.workload.rate)
+        router = msgspec.structs.replace(config.router, patience_room=training.patience_room or math.inf)
         backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
-        return Scenario(msgspec.structs.replace(config, workload=workload), facts, backlog)
+        return Scenario(msgspec.structs.replace(config, workload=workload, router=router), facts, backlog)
 
     def _servers(self, count: int, rng: Generator) -> tuple[ServerConfig, ...]:
         """Copies of configured servers, each at a slowdown drawn evenly on a logarithmic scale."""

@@ -18,7 +18,8 @@ from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName
 
 class Router(Protocol):
     """`patience`: how long the head, with all behind it, may wait for a full server that this router chose. 0: it
-    chooses among servers with credit; so does any when the time is over (`View.patient`)."""
+    chooses among servers with credit. So does any when that time is over, and, unless it waits without end, while
+    much more waits than all servers may have (`DispatchLimits.patience_room`). `View.patient` says whether it may."""
 
     name: str
     patience: Seconds
