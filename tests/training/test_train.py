@@ -44,7 +44,6 @@ RUN = """
 import sys
 from pathlib import Path
 from slim_scheduler.config import TrainingConfig, load_config
-from slim_scheduler.training.scenario import Scenarios
 from slim_scheduler.training.train import fresh_network, train, with_preset
 
 if __name__ == "__main__":
