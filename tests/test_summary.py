@@ -128,7 +128,7 @@ def test_block_latency_and_energy_are_weighted_by_tasks() -> None:
     summary = summary_of(small_run())
     assert summary["block_latency_s"] == pytest.approx({"mean": 0.35, "sd": sqrt(0.0675), "p99": 0.8})
     # 75 W is the servers' mean, so E is 15, 15, 15 and 60 J.
-    assert summary["energy_block_j"] == pytest.approx({"mean": 26.25, "sd": 75 * sqrt(0.0675)})
+    assert summary["energy_block_j"] == pytest.approx({"mean": 26.25, "sd": 75 * sqrt(0.0675), "p99": 60})
 
 
 def test_device_energy_is_integrated_over_the_measured_time_idle_included() -> None:
@@ -179,8 +179,9 @@ def test_what_nobody_measured_is_unknown_and_not_zero() -> None:
     unknown = ("accuracy", "accuracy_arrived", "energy_device_j", "energy_per_item_j")
     assert [summary[key] for key in unknown] == [None] * 4
     assert summary["energy_source"] == "none"
-    for key in ("energy_block_j", "utilization_variance", "reward"):
+    for key in ("utilization_variance", "reward"):
         assert summary[key] == {"mean": None, "sd": None}
+    assert summary["energy_block_j"] == {"mean": None, "sd": None, "p99": None}
     assert summary["decision_us"] == {"mean": None, "p99": None}
 
 

@@ -60,11 +60,8 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
         "accuracy": _mean(right) if not np.isnan(right).any() else None,
         "accuracy_arrived": _ratio(np.sum(right), np.sum(measured)) if not np.isnan(right).any() else None,
         "latency_s": {**_mean_sd(latency), **{f"p{p}": _percentile(latency, p) for p in (50, 95, 99)}},
-        "block_latency_s": {
-            **_mean_sd(blocks.latency, weight),
-            "p99": _weighted_percentile(blocks.latency, weight, 99),
-        },
-        "energy_block_j": _mean_sd(energy, weight),
+        "block_latency_s": _mean_sd_p99(blocks.latency, weight),
+        "energy_block_j": _mean_sd_p99(energy, weight),
         "energy_device_j": device_energy,
         "energy_per_item_j": _ratio(device_energy, np.sum(items.answered & after_warmup)),
         "energy_source": curves.source,
@@ -163,14 +160,18 @@ def _mean_sd(values: Floats, weight: Floats | None = None) -> dict[str, Number]:
     return {"mean": float(mean), "sd": float(np.sqrt(np.average((values - mean) ** 2, weights=weight)))}
 
 
+def _mean_sd_p99(values: Floats, weight: Floats) -> dict[str, Number]:
+    return {**_mean_sd(values, weight), "p99": _weighted_percentile(values, weight, 99)}
+
+
 def _percentile(values: Floats, percent: float) -> Number:
     return float(np.percentile(values, percent)) if len(values) else None
 
 
 def _weighted_percentile(values: Floats, weight: Floats, percent: float) -> Number:
-    """The least value at which the weight up to it reaches the percentage of all."""
+    """The least value at which the weight up to it reaches the percentage of all; None as in `_mean_sd`."""
     values, weight = values[weight > 0], weight[weight > 0]
-    if not len(values):
+    if not len(values) or np.isnan(values).any():
         return None
     order = np.argsort(values)
     reached = np.cumsum(weight[order])
