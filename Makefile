@@ -24,9 +24,9 @@ accept: .venv/.installed-dev
 	$(BIN)/python -m pytest -m accept --timeout 36000
 
 # kserve's client has its own environment: its gRPC stubs clash with tritonclient's in one process.
-.venv-kserve/.installed: tests/frontend/requirements-kserve.lock
+.venv-kserve/.installed: tests/serve/requirements-kserve.lock
 	$(PYTHON) -m venv .venv-kserve
-	.venv-kserve/bin/pip install --quiet --disable-pip-version-check -r tests/frontend/requirements-kserve.lock
+	.venv-kserve/bin/pip install --quiet --disable-pip-version-check -r tests/serve/requirements-kserve.lock
 	touch $@
 
 clean:

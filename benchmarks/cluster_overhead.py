@@ -22,7 +22,6 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from slim_scheduler.config import ClusterConfig, Config, config_from, load_config
 from slim_scheduler.core.messages import BatchReported, BlockArrived, Message, SendBlock, StartBatch
 from slim_scheduler.core.profile import Curve, Latency, Profile
 from slim_scheduler.core.shape import ModelShape
@@ -33,6 +32,7 @@ from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.setup.config import ClusterConfig, Config, config_from, load_config
 
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 WIDTHS = (0.5, 1.0)

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.config import Config, FaultConfig, config_from
 from slim_scheduler.core.messages import Message, Reply, ServerChanged
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.cluster.engine import ClusterEngine
-from slim_scheduler.machines import load_shape
+from slim_scheduler.setup.config import Config, FaultConfig, config_from
+from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.workload import Arrivals
 from slim_scheduler.sim.host import simulate
-from slim_scheduler.workload import Arrivals
 
 FIGURE = Path("docs/figures/cluster-recovery.svg")
 KILLED, DURATION = 6.0, 16.0

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.config import load_config
-from slim_scheduler.record import Recorder
+from slim_scheduler.record.recorder import Recorder
+from slim_scheduler.setup.config import load_config
 from slim_scheduler.sim.host import Simulation, few_collections
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "demo" / "cluster.toml"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.setup.config import Config, config_from
 
 PRESET = "cifar100"  # the paper's size; weights are random, which costs the same
 BATCH = 32

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from slim_scheduler.accuracy_file import read_accuracy
-from slim_scheduler.config import load_config
 from slim_scheduler.core.messages import Message
-from slim_scheduler.core.router.encoders import build_encoder
-from slim_scheduler.core.router.networks import build_network
-from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.machines import load_profiles, load_shape, router_facts
-from slim_scheduler.policy_file import load_router, read_policy
+from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.policy import build_network
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.setup.policy_files import load_router, read_policy
 from slim_scheduler.sim.host import Simulation
 
 CASES = {  # configuration, policy, items per second

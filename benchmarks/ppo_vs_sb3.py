@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
-from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.router.base import Router
-from slim_scheduler.machines import build_router, load_profiles, load_shape
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.machines import build_router, load_profiles, load_shape
 from slim_scheduler.training.episode import Episode
 
 CONFIG, PRESET, POLICY = Path("examples/demo/cluster.toml"), "balanced", "examples/demo/policies/balanced"
@@ -111,7 +111,7 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
-    from slim_scheduler.training.env import ClusterEnv
+    from slim_scheduler.training.environment import ClusterEnv
 
     training = config.training
     reached = _Reached(goal)

@@ -33,10 +33,10 @@ import psutil
 import torch
 import uvloop
 
-from slim_scheduler.client import Constraints, infer_body
-from slim_scheduler.client_wire import request_head
+from slim_scheduler.client.client import Constraints, infer_body
+from slim_scheduler.client.load import HttpSender, LoadResult, Tally, closed_loop, open_loop, payloads, result_of
+from slim_scheduler.client.wire import request_head
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.load import HttpSender, LoadResult, Tally, closed_loop, open_loop, payloads, result_of
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.engine.assembly import live_config
 from slim_scheduler.engine.bench import bench
@@ -39,11 +38,12 @@ from slim_scheduler.model import checkpoint
 from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
-from slim_scheduler.profile_file import write_profile
-from slim_scheduler.record import Recorder, RunInfo
+from slim_scheduler.record.recorder import Recorder, RunInfo
+from slim_scheduler.record.summary import summarize
+from slim_scheduler.setup.config import Config, config_from
+from slim_scheduler.setup.profiles import write_profile
+from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.host import simulate
-from slim_scheduler.summary import summarize
-from slim_scheduler.workload import Arrivals, generate
 
 PRESET = "cifar100-lean"  # weights and images are random, which costs the same
 SLOWDOWNS = (4.0, 6.0, 8.0)

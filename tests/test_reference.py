@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slim_scheduler.config import TrainingConfig, config_from, load_config
 from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
-from slim_scheduler.profile_file import read_profile
-from slim_scheduler.runs import simulated_run
+from slim_scheduler.run.runs import simulated_run
+from slim_scheduler.setup.config import TrainingConfig, config_from, load_config
+from slim_scheduler.setup.profiles import read_profile
 from slim_scheduler.training.train import with_preset
 
 REFERENCE = Path("examples/reference")

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from derive_profiles import CARDS, EFFICIENCY, derive, read_network
 
-from slim_scheduler.config import Config, load_config
 from slim_scheduler.core import messages as m
-from slim_scheduler.core.telemetry import ServerReport
 from slim_scheduler.core.types import WidthTuple
-from slim_scheduler.profile_file import write_profile
+from slim_scheduler.core.view import ServerReport
+from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.profiles import write_profile
 from slim_scheduler.sim.host import simulate
 
 CLUSTER = Path(__file__).with_name("cluster.toml")

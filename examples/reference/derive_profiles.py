@@ -17,7 +17,7 @@ from slim_scheduler.core.profile import Curve, Latency, Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Watts, Width
 from slim_scheduler.model.architecture import FLOAT_BYTES, Architecture, has_shortcut, segment_convolutions
-from slim_scheduler.profile_file import write_profile
+from slim_scheduler.setup.profiles import write_profile
 
 EFFICIENCY = 0.0297  # fitted by calibrate.py: the share of both peaks that a small network reaches, on either card
 LAUNCH: Seconds = 10e-6  # one kernel from eager PyTorch, launch and framework; does not depend on the card

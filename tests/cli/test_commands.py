@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slim_scheduler.profile_file import read_profile
-from slim_scheduler.record import read_record, record_hash
+from slim_scheduler.record.recorder import read_record, record_hash
+from slim_scheduler.setup.profiles import read_profile
 from tests.cli.conftest import ROOT, Slim
 
 DEMO = ROOT / "examples/demo/cluster.toml"

@@ -6,11 +6,11 @@ import signal
 import msgspec
 import pytest
 
-from slim_scheduler.config import load_config
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.machines import build_dispatcher, build_server
-from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
-from slim_scheduler.summary import summarize
+from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
+from slim_scheduler.record.summary import summarize
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import build_dispatcher, build_server
 from tests.cli.test_commands import interrupted
 from tests.engine.live import NETWORK, SHAPE, config_of, images
 

@@ -5,9 +5,9 @@ import signal
 import numpy as np
 import pytest
 
-from slim_scheduler.client import SlimClient
+from slim_scheduler.client.client import SlimClient
 from tests.cluster.test_ledger_runs import assert_gone
-from tests.frontend.conftest import serving
+from tests.serve.conftest import serving
 
 pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")

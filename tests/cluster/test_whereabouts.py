@@ -3,8 +3,8 @@
 import torch
 
 from slim_scheduler.core.types import Block, Task
+from slim_scheduler.engine.cluster.activation_store import Shelf
 from slim_scheduler.engine.cluster.ledger import ClusterLedger
-from slim_scheduler.engine.cluster.shelf import Shelf
 from slim_scheduler.engine.cluster.wire import Forget
 
 LAST = 1  # of two segments

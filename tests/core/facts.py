@@ -6,8 +6,8 @@ from itertools import product
 from slim_scheduler.core.profile import Curve, Latency, LatencyTable, Profile
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import Head, InstanceCount, ServerReport, ServerView, View
 from slim_scheduler.core.types import Width, WidthTuple
+from slim_scheduler.core.view import Head, InstanceCount, ServerReport, ServerView, View
 
 Seconds = Callable[[int, Width | None, Width, int], float]
 BATCH = 8

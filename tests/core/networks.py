@@ -2,14 +2,14 @@
 
 from numpy.random import default_rng
 
-from slim_scheduler.core.dispatcher import Dispatcher
-from slim_scheduler.core.limits import DispatchLimits
+from slim_scheduler.core.dispatch.dispatcher import Dispatcher
+from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.messages import BatchReported, Reply, RequestArrived, SendBlock, ServerJoined, ServerReported
 from slim_scheduler.core.router.base import Router
-from slim_scheduler.core.router.baselines import JoinShortestQueue, width_rule
+from slim_scheduler.core.router.heuristics import JoinShortestQueue, width_rule
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import ServerReport, View
 from slim_scheduler.core.types import Block, Constraints, Decision, Request, Task
+from slim_scheduler.core.view import ServerReport, View
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)
 SEGMENTS = 3

@@ -1,6 +1,6 @@
 """Beyond the peak, work that would miss its deadline is not taken; below it, everything is."""
 
-from slim_scheduler.core.admission import Admission
+from slim_scheduler.core.dispatch.admission import Admission
 from slim_scheduler.core.types import Request
 from tests.core.networks import SHAPE
 

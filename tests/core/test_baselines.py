@@ -7,7 +7,7 @@ from numpy.random import default_rng
 from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.profile import Curve, Latency, LatencyTable, Profile
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
-from slim_scheduler.core.router.baselines import (
+from slim_scheduler.core.router.heuristics import (
     CostModel,
     JoinShortestQueue,
     PowerOfTwo,
@@ -16,8 +16,8 @@ from slim_scheduler.core.router.baselines import (
     width_rule,
     width_shares,
 )
-from slim_scheduler.core.telemetry import Head, InstanceCount, ServerReport, ServerView, View
 from slim_scheduler.core.types import Decision
+from slim_scheduler.core.view import Head, InstanceCount, ServerReport, ServerView, View
 from tests.core.networks import SEGMENTS, SHAPE, WIDTHS
 
 SERVERS = ("a", "b", "c")

@@ -12,7 +12,7 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
-from slim_scheduler.core.router.baselines import RandomRouter
+from slim_scheduler.core.router.heuristics import RandomRouter
 from slim_scheduler.core.types import Decision, Outcome
 from tests.core.networks import Scripted, dispatcher, done, jsq, only, replies, request, sent
 

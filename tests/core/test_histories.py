@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from slim_scheduler.core.limits import DispatchLimits
+from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.messages import (
     BatchDone,
     BatchFailed,
@@ -32,7 +32,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.router.baselines import RandomRouter
+from slim_scheduler.core.router.heuristics import RandomRouter
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Outcome
 from tests.core.networks import SEGMENTS, WEIGHT, WIDTHS, block, dispatcher, jsq, report, request, task

@@ -9,16 +9,16 @@ import torch
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.messages import RouterFellBack
-from slim_scheduler.core.router.encoders import build_encoder
-from slim_scheduler.core.router.learned import LearnedRouter, PolicyManifest
-from slim_scheduler.core.router.networks import NetworkSizes, build_network
-from slim_scheduler.core.router.observation import Observation, full_batch_time
-from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.core.telemetry import Head, ServerReport, ServerView, View
-from slim_scheduler.machines import build_dispatcher, build_router, load_profiles, load_shape, router_facts
-from slim_scheduler.policy_file import load_router, write_policy
+from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.observation import Observation, full_batch_time
+from slim_scheduler.core.router.learned.policy import NetworkSizes, build_network
+from slim_scheduler.core.router.learned.router import LearnedRouter, PolicyManifest
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.view import Head, ServerReport, ServerView, View
+from slim_scheduler.setup.machines import build_dispatcher, build_router, load_profiles, load_shape, router_facts
+from slim_scheduler.setup.policy_files import load_router, write_policy
 from slim_scheduler.sim.host import Simulation
-from slim_scheduler.training.networks import Inputs, PolicyNetwork
+from slim_scheduler.training.policy import Inputs, PolicyNetwork
 from tests.core.facts import Table
 from tests.training.clusters import training_cluster
 

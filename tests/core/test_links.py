@@ -2,7 +2,7 @@
 
 import pytest
 
-from slim_scheduler.core.router.links import moved_bytes, transfer_time
+from slim_scheduler.core.router.costs import moved_bytes, transfer_time
 from tests.core.facts import cluster, seen, server, view
 
 BYTES_PER_S = 10_000.0

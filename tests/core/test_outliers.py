@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slim_scheduler.core.outliers import OutlierLimits, Outliers
+from slim_scheduler.core.dispatch.outliers import OutlierLimits, Outliers
 
 LIMITS = OutlierLimits(failures=3, window=5, base=2.0, longest=10.0, probe_tasks=4)
 

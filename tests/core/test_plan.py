@@ -7,9 +7,9 @@ import pytest
 from numpy.random import default_rng
 
 from slim_scheduler.core.errors import InputError
-from slim_scheduler.core.plan import PlanProgram
-from slim_scheduler.core.router.plan import PlanFollower, PlanLedger
-from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
+from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
+from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Plans
+from slim_scheduler.core.router.plan.program import PlanProgram
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
 RNG = default_rng(0)

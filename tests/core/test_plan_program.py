@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from slim_scheduler.core.errors import InputError
-from slim_scheduler.core.plan import PlanProgram, work_and_power
 from slim_scheduler.core.profile import Curve, LatencyTable
+from slim_scheduler.core.router.plan.program import PlanProgram, work_and_power
 from tests.core.facts import Table, cluster, server, ten_ms_per_item
 
 # One server: an item takes 5 + 5 ms at (0.5, 0.5), 15 ms at one wide segment, 20 ms at (1, 1).

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.core.router.encoders import build_encoder
-from slim_scheduler.core.router.plan import PlanFollower
-from slim_scheduler.core.router.planned import MOST_BEHIND
-from slim_scheduler.core.router.plans import RHO, Plans
+from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.planned import MOST_BEHIND
+from slim_scheduler.core.router.plan.follower import PlanFollower
+from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision
 from tests.core.facts import WIDTHS, Table, cluster, seen, server, ten_ms_per_item, view
 

@@ -3,7 +3,7 @@ import pytest
 
 from slim_scheduler.core.errors import ProfileError
 from slim_scheduler.core.profile import Curve, LatencyTable
-from slim_scheduler.profile_file import read_profile, write_profile
+from slim_scheduler.setup.profiles import read_profile, write_profile
 from tests.core.test_baselines import profile
 
 

@@ -1,9 +1,9 @@
 """Another try has its bounds, and its end says why."""
 
+from slim_scheduler.core.dispatch.recovery import BUDGET_AT_START
 from slim_scheduler.core.messages import (
     TasksReturned,
 )
-from slim_scheduler.core.retries import BUDGET_AT_START
 from slim_scheduler.core.types import Outcome
 from tests.core.networks import dispatcher, replies, request, sent
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.config import RewardConfig
 from slim_scheduler.core.profile import Curve
-from slim_scheduler.core.router.baselines import ServerCost
+from slim_scheduler.core.router.heuristics import ServerCost
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
+from slim_scheduler.setup.config import RewardConfig
 from tests.core.facts import WIDTHS, Table, cluster, seen, server, view
 
 RNG = default_rng(0)

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.accuracy_file import read_accuracy
-from slim_scheduler.config import load_config
-from slim_scheduler.core.router.situations import KEPT, MOST_KEPT, Situations
+from slim_scheduler.core.router.learned.situations import KEPT, MOST_KEPT, Situations
 from slim_scheduler.core.types import Decision
-from slim_scheduler.machines import load_profiles, load_shape, router_facts
-from slim_scheduler.policy_file import load_router
+from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.setup.policy_files import load_router
 from slim_scheduler.sim.host import Simulation
 from tests.core.facts import cluster, seen, server, view
 

@@ -3,12 +3,12 @@
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.config import RewardConfig
-from slim_scheduler.core.router.baselines import CostModel
-from slim_scheduler.core.router.plan import PlanFollower
-from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.heuristics import CostModel
+from slim_scheduler.core.router.plan.follower import PlanFollower
+from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
+from slim_scheduler.setup.config import RewardConfig
 from tests.core.facts import Table, cluster, seen, server, view
 
 

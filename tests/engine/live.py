@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.messages import Message
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.setup.config import Config, config_from
 
 TOLERANCE = 1e-4  # batched against single, guarantee 15
 

@@ -5,10 +5,10 @@ import asyncio
 
 import pytest
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.engine.bench import bench, due
 from slim_scheduler.model import checkpoint
-from slim_scheduler.summary import summarize
+from slim_scheduler.record.summary import summarize
+from slim_scheduler.setup.config import Config, config_from
 
 from .live import tiny_network
 
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_the_run_and_what_was_recorded_is_complete(model_dir, tmp_pa
     assert run.info.interrupted
     assert pressed[0] <= run.info.ended_at < 15
     run.recorder.write(tmp_path / "record.parquet", run.info)
-    from slim_scheduler.record import read_record
+    from slim_scheduler.record.recorder import read_record
 
     summary = summarize(read_record(tmp_path / "record.parquet"), config)
     assert summary["interrupted"]

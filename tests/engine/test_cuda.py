@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slim_scheduler.core.errors import ConfigError, OutOfMemoryError
-from slim_scheduler.engine.cuda import batch_buckets, bucket_of, cuda_memory_errors, gpu_index
+from slim_scheduler.engine.devices.cuda import batch_buckets, bucket_of, cuda_memory_errors, gpu_index
 
 from .live import NETWORK, SHAPE, config_of, engine_of, expected, images
 
@@ -54,7 +54,7 @@ async def test_gpu_answers_are_the_cpus():
 
 @gpu
 async def test_gpu_memory_is_freed_when_instances_go():
-    from slim_scheduler.engine.device import open_device
+    from slim_scheduler.engine.devices.device import open_device
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -4,7 +4,7 @@ from slim_scheduler.core.profile import LatencyTable
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.measure import measure_model
 from slim_scheduler.engine.measuring_bench import VISITS
-from slim_scheduler.profile_file import read_profile, write_profile
+from slim_scheduler.setup.profiles import read_profile, write_profile
 
 from .live import NETWORK, SHAPE
 

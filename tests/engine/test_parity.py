@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from slim_scheduler.core.messages import InstanceUnloaded, RequestCancelled, Resume
-from slim_scheduler.machines import build_dispatcher, build_server
-from slim_scheduler.record import Recorder, RunInfo, read_record, replay_steps
+from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
+from slim_scheduler.setup.machines import build_dispatcher, build_server
 
 from .live import SHAPE, Watch, config_of, engine_of, images
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slim_scheduler.config import config_from
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.model.data import load_data
+from slim_scheduler.setup.config import config_from
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "models" / "digits"

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from slim_scheduler.accuracy_file import read_accuracy, write_accuracy
 from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
 from slim_scheduler.core.errors import DataError
+from slim_scheduler.setup.accuracy_files import read_accuracy, write_accuracy
 
 
 def table(tuples=None):

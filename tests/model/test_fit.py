@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from slim_scheduler.accuracy_file import read_accuracy
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.accuracy import measure_accuracy, measure_folder
@@ -18,6 +17,7 @@ from slim_scheduler.model.card import write_card
 from slim_scheduler.model.data import load_data
 from slim_scheduler.model.fit import fit, schedule
 from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
+from slim_scheduler.setup.accuracy_files import read_accuracy
 from tests.model.test_data import write_classes
 
 TINY = Preset(

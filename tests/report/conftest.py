@@ -3,7 +3,7 @@
 import pytest
 
 from slim_scheduler.report.run_folder import RunFolder
-from slim_scheduler.runs import simulated_run
+from slim_scheduler.run.runs import simulated_run
 from tests.sim.clusters import small_cluster
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.messages import Message
 from slim_scheduler.core.types import Request
-from slim_scheduler.profile_file import write_profile
+from slim_scheduler.setup.config import Config, config_from
+from slim_scheduler.setup.profiles import write_profile
+from slim_scheduler.setup.workload import Arrivals
 from slim_scheduler.sim.host import Simulation
-from slim_scheduler.workload import Arrivals
 from tests.sim.devices import small_profile, small_shape
 
 NOBODY = Arrivals(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))

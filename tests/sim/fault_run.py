@@ -10,7 +10,6 @@ from typing import Any
 
 from numpy.random import Generator, default_rng
 
-from slim_scheduler.config import Config, FaultConfig
 from slim_scheduler.core.messages import (
     BatchDone,
     InstanceReady,
@@ -22,6 +21,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
 )
 from slim_scheduler.core.types import Constraints, Outcome, Request
+from slim_scheduler.setup.config import Config, FaultConfig
 from slim_scheduler.sim.faults import FaultChange, random_faults
 from slim_scheduler.sim.host import Simulation
 from tests.sim.clusters import NOBODY, small_cluster

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slim_scheduler.config import Config
-from slim_scheduler.record import Recorder, RunInfo, record_hash
+from slim_scheduler.record.recorder import Recorder, RunInfo, record_hash
+from slim_scheduler.setup.config import Config
 from slim_scheduler.sim.host import Simulation, simulate
 from tests.sim.clusters import small_cluster
 

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.config import Config, FaultConfig
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import (
     BatchReported,
@@ -16,6 +15,7 @@ from slim_scheduler.core.messages import (
     TasksReturned,
 )
 from slim_scheduler.core.types import Outcome, Request
+from slim_scheduler.setup.config import Config, FaultConfig
 from slim_scheduler.sim.faults import LATEST_DELIVERY, MessageFaults, random_faults, timeline
 from tests.sim.clusters import Journal, run_requests, small_cluster
 

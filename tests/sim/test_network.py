@@ -1,6 +1,6 @@
 import pytest
 
-from slim_scheduler.config import NetworkConfig
+from slim_scheduler.setup.config import NetworkConfig
 from slim_scheduler.sim.network import Network
 
 # 8 Mbit/s: 1,000 bytes take 1 ms.

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from slim_scheduler.accuracy_file import TABLE_FILES, write_accuracy
-from slim_scheduler.config import Config
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
+from slim_scheduler.setup.config import Config
 from tests.sim.clusters import small_cluster
 
 UNEQUAL = ({}, {"slowdown": 2.0}, {"slowdown": 4.0})

@@ -6,7 +6,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from slim_scheduler.core.types import Decision
-from slim_scheduler.training.env import ENV_ID, ClusterEnv
+from slim_scheduler.training.environment import ENV_ID, ClusterEnv
 from slim_scheduler.training.episode import Episode
 from tests.training.clusters import small_table, training_cluster
 

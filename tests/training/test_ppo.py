@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from slim_scheduler.config import TrainingConfig
-from slim_scheduler.core.router.networks import NetworkSizes
+from slim_scheduler.core.router.learned.policy import NetworkSizes
+from slim_scheduler.setup.config import TrainingConfig
 from slim_scheduler.training.episode import Credit
-from slim_scheduler.training.networks import Outputs, PolicyNetwork
+from slim_scheduler.training.policy import Outputs, PolicyNetwork
 from slim_scheduler.training.ppo import (
     PPO,
     Batch,

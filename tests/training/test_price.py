@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from slim_scheduler.core.profile import Curve
-from slim_scheduler.core.router.plans import LOAD_STEPS, Plans
+from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Plans
 from slim_scheduler.core.types import Batch, Block, Decision
 from slim_scheduler.training.episode import Episode
 from slim_scheduler.training.price import MOST_DELAYED, CapacityPrice

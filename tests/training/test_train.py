@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import tomli_w
 
-from slim_scheduler.config import TrainingConfig, load_config
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.router.learned import learned_router
-from slim_scheduler.core.router.plans import RHO
-from slim_scheduler.machines import build_router, load_profiles, load_shape, router_facts
-from slim_scheduler.policy_file import read_policy
+from slim_scheduler.core.router.learned.router import learned_router
+from slim_scheduler.core.router.plan.plans import RHO
+from slim_scheduler.setup.config import TrainingConfig, load_config
+from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
+from slim_scheduler.setup.policy_files import read_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, warnings
 from slim_scheduler.training.ppo import UpdateStats
@@ -43,7 +43,7 @@ TINY = {
 RUN = """
 import sys
 from pathlib import Path
-from slim_scheduler.config import TrainingConfig, load_config
+from slim_scheduler.setup.config import TrainingConfig, load_config
 from slim_scheduler.training.train import fresh_network, train, with_preset
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from slim_scheduler.cli.running import read_config
 from slim_scheduler.cli.terminal import console, print_json
 
 if TYPE_CHECKING:
-    from slim_scheduler.config import Config
-    from slim_scheduler.frontier import FrontierPoint
+    from slim_scheduler.run.frontier import FrontierPoint
+    from slim_scheduler.setup.config import Config
 
 
 def add(app: typer.Typer) -> None:
@@ -38,11 +38,11 @@ def frontier(
     as_json: Json = False,
 ) -> None:
     """The best accuracy that any router can hold at each load, and the least energy it takes: the bound."""
-    from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
     from slim_scheduler.core.errors import ConfigError
-    from slim_scheduler.frontier import frontier as points_of
-    from slim_scheduler.machines import load_profiles, load_shape
-    from slim_scheduler.runs import write_json
+    from slim_scheduler.run.frontier import frontier as points_of
+    from slim_scheduler.run.runs import write_json
+    from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+    from slim_scheduler.setup.machines import load_profiles, load_shape
 
     if table not in TABLE_FILES:
         raise ConfigError(f"accuracy table {table} is unknown; available: {', '.join(TABLE_FILES)}")
@@ -89,7 +89,7 @@ def print_distances(config: "Config", summaries: "Mapping[str, Sequence[dict[str
     from rich.table import Table
 
     from slim_scheduler.core.errors import InputError
-    from slim_scheduler.frontier import distances
+    from slim_scheduler.run.frontier import distances
 
     try:
         found = distances(config, summaries)

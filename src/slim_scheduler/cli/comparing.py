@@ -13,7 +13,7 @@ from slim_scheduler.cli.running import print_comparison, read_config
 from slim_scheduler.cli.terminal import console, progress
 
 if TYPE_CHECKING:
-    from slim_scheduler.compare import Finished
+    from slim_scheduler.run.compare import Finished
 
 DEMO = Path("examples/demo")
 CLONE = Path(__file__).parents[3]  # where an editable install finds what is not part of the package
@@ -46,7 +46,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Several routers on the same workloads."""
-    from slim_scheduler.compare import run_live, run_simulated, trials
+    from slim_scheduler.run.compare import run_live, run_simulated, trials
 
     settings = read_config(config, overrides)
     out = out or Path("runs/compare")
@@ -71,8 +71,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Three live servers, real images, one table."""
-    from slim_scheduler.compare import run_live, trials
     from slim_scheduler.core.errors import ConfigError
+    from slim_scheduler.run.compare import run_live, trials
 
     out = (out or Path("runs/demo")).absolute()
     if not DEMO.is_dir():
@@ -104,7 +104,7 @@ def _conclude(routers: Sequence[str], finished: "Sequence[Finished]", out: Path,
     from slim_scheduler.report.comparison import Comparison
     from slim_scheduler.report.page import write_report
     from slim_scheduler.report.run_folder import RunFolder
-    from slim_scheduler.runs import write_json
+    from slim_scheduler.run.runs import write_json
 
     whole = sorted(
         (run for run in finished if not run.summary["interrupted"]),

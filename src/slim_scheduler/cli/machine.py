@@ -16,7 +16,7 @@ def doctor(as_json: Json = False) -> None:
     """What works on this machine, and what to do."""
     import msgspec
 
-    from slim_scheduler.doctor import examine
+    from slim_scheduler.cli.doctor import examine
 
     findings = examine()
     if as_json:

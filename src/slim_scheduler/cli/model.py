@@ -101,7 +101,7 @@ def measure(
 ) -> None:
     """A device's profile: latency, memory and power."""
     from slim_scheduler.engine.measure import measure as take
-    from slim_scheduler.profile_file import write_profile
+    from slim_scheduler.setup.profiles import write_profile
 
     with progress(f"measuring {device}") as show:
         profile = take(

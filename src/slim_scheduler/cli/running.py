@@ -9,7 +9,7 @@ from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, Router,
 from slim_scheduler.cli.terminal import console, print_json, progress
 
 if TYPE_CHECKING:
-    from slim_scheduler.config import Config
+    from slim_scheduler.setup.config import Config
 
 
 def add(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """One simulated run of the configured workload."""
-    from slim_scheduler.runs import simulated_run
+    from slim_scheduler.run.runs import simulated_run
 
     settings = read_config(config, overrides)
     router = router or settings.router.name
@@ -56,7 +56,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """One live run on this machine's devices."""
-    from slim_scheduler.runs import live_run
+    from slim_scheduler.run.runs import live_run
 
     settings = read_config(config, overrides)
     router = router or settings.router.name
@@ -87,13 +87,13 @@ def report(
 
 
 def read_config(path: Path, overrides: list[str] | None) -> "Config":
-    from slim_scheduler.config import load_config
+    from slim_scheduler.setup.config import load_config
 
     return load_config(path, tuple(overrides or ()))
 
 
 def default_out(command: str, router: str, seed: int) -> Path:
-    from slim_scheduler.compare import folder_name
+    from slim_scheduler.run.compare import folder_name
 
     return Path("runs") / command / folder_name(router) / f"seed-{seed}"
 

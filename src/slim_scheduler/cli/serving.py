@@ -59,10 +59,10 @@ def serve(
     ] = None,
 ) -> None:
     """The server: Open Inference Protocol over HTTP and gRPC, metrics, and the live page at /."""
-    from slim_scheduler.config import load_config
     from slim_scheduler.core.errors import ConfigError
-    from slim_scheduler.frontend.limits import Limits
-    from slim_scheduler.frontend.server import serve as run
+    from slim_scheduler.serve.limits import Limits
+    from slim_scheduler.serve.server import serve as run
+    from slim_scheduler.setup.config import load_config
 
     if layout not in ("NCHW", "NHWC"):
         raise ConfigError(f"layout {layout} is not known; give NCHW or NHWC")
@@ -111,9 +111,9 @@ def load(
     """Load on a running server, open loop (--rate) or closed loop (--concurrency)."""
     import msgspec
 
-    from slim_scheduler.client import Constraints
-    from slim_scheduler.frontend.guard import token_from_environment
-    from slim_scheduler.load import load as run
+    from slim_scheduler.client.client import Constraints
+    from slim_scheduler.client.load import load as run
+    from slim_scheduler.serve.access import token_from_environment
 
     constraints = Constraints(deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, width=width)
     print(f"load on {url} for {warmup + duration:g} s ...", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Trains a router for the configured cluster, in simulation; resumes what is in --out."""
-    from slim_scheduler.config import with_overrides
+    from slim_scheduler.setup.config import with_overrides
     from slim_scheduler.training.train import with_preset
 
     settings = read_config(config, None)

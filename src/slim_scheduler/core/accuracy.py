@@ -1,7 +1,7 @@
 """Which items a network answers right at which width tuple: the table behind reward, simulator and bound.
 
 One boolean per item and width tuple; a tuple that was not measured is answered by its nearest neighbour. Its file is
-`accuracy_file.py`'s.
+`setup/accuracy_files.py`'s.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the commands that come back. `WakeAt` asks for a `TimerFired` at or after that t
 
 import msgspec
 
-from slim_scheduler.core.telemetry import ServerReport
 from slim_scheduler.core.types import (
     Batch,
     BatchId,
@@ -26,6 +25,7 @@ from slim_scheduler.core.types import (
     Watts,
     Width,
 )
+from slim_scheduler.core.view import ServerReport
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, tag=True):

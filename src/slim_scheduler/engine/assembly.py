@@ -4,20 +4,20 @@ from collections.abc import Callable
 
 import msgspec
 
-from slim_scheduler.accuracy_file import read_accuracy
-from slim_scheduler.config import Config, NetworkConfig
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError, DataError, ProfileError
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
-from slim_scheduler.engine.device import Device, open_device
+from slim_scheduler.engine.devices.device import Device, open_device
 from slim_scheduler.engine.executor import Executor, Job
-from slim_scheduler.engine.host import DISPATCHER
-from slim_scheduler.engine.live_server import LiveServer
+from slim_scheduler.engine.local.host import DISPATCHER
+from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.engine.probe import open_probe
-from slim_scheduler.machines import build_server, load_profiles
 from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.config import Config, NetworkConfig
+from slim_scheduler.setup.machines import build_server, load_profiles
 
 GIB = 2**30
 

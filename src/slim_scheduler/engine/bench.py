@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.types import ItemId, Seconds, WidthTuple
 from slim_scheduler.engine.engine import InferenceResult, SlimEngine
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.inputs import Normalization
-from slim_scheduler.machines import load_shape
 from slim_scheduler.model.checkpoint import load_manifest
 from slim_scheduler.model.data import load_data
-from slim_scheduler.record import Level, Recorder, RunInfo
-from slim_scheduler.workload import Arrivals, generate
+from slim_scheduler.record.recorder import Level, Recorder, RunInfo
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.workload import Arrivals, generate
 
 Progress = Callable[[float, float], None]  # seconds done, seconds in all
 

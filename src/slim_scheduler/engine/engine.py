@@ -15,14 +15,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.config import Config, load_config
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.dispatcher import Dispatcher
+from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import Reply, RequestCancelled
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import ServerView
 from slim_scheduler.core.types import (
     Bytes,
     Constraints,
@@ -35,16 +33,18 @@ from slim_scheduler.core.types import (
     ServerName,
     WidthTuple,
 )
+from slim_scheduler.core.view import ServerView
 from slim_scheduler.engine.assembly import accuracy_if_measured, live_config, live_server, profiles_if_all
 from slim_scheduler.engine.clock import MonotonicClock
-from slim_scheduler.engine.device import Device
+from slim_scheduler.engine.devices.device import Device
 from slim_scheduler.engine.executor import Job
-from slim_scheduler.engine.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
+from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
-from slim_scheduler.machines import build_dispatcher, build_router, load_shape
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.machines import build_dispatcher, build_router, load_shape
 
 
 class InferenceResult(msgspec.Struct, frozen=True):

@@ -178,7 +178,7 @@ def open_probe(device: str, power: Curve | None, alone: bool) -> Probe:
 def _nvml_probe(device: str) -> Probe:
     import pynvml
 
-    from slim_scheduler.engine.cuda import gpu_index, nvml_handle
+    from slim_scheduler.engine.devices.cuda import gpu_index, nvml_handle
 
     try:
         pynvml.nvmlInit()

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.random import Generator
 
 from slim_scheduler.core.router.base import Router
-from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Decision, Seconds
+from slim_scheduler.core.view import View
 
 REMEMBERED = 100_000  # decisions that mean and p99 are taken over
 WARM_UP = 20  # decisions that may take longer: first calls compile and fill caches

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.accuracy_file import TABLE_FILES, write_accuracy
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.data import ImageData, Images, held_out, load_data
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 from slim_scheduler.model.workers import Workers
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 
 BATCH = 250
 Answers = dict[tuple[float, ...], npt.NDArray[np.bool_]]  # right or wrong, (items,), by width tuple

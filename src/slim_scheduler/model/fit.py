@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from slim_scheduler.core.errors import InputError
-from slim_scheduler.interruption import deferred
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
 from slim_scheduler.model.data import channel_statistics, held_out, load_data
@@ -26,6 +25,7 @@ from slim_scheduler.model.sandwich import backward, width_tuples
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
 from slim_scheduler.model.workers import Workers
+from slim_scheduler.setup.interruption import deferred
 
 VALIDATION_BATCH = 250
 VALIDATION_ITEMS = 1000  # per point of the curve: a standard error of 1.5 points, and seconds on a CPU

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from slim_scheduler.frontier import FrontierPoint
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
+from slim_scheduler.run.frontier import FrontierPoint
 
 MOST_LABELS = 10
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from slim_scheduler.record_columns import Blocks, Floats, items_of, numbers, texts
+from slim_scheduler.record.columns import Blocks, Floats, items_of, numbers, texts
 from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.run_folder import RunFolder
 from slim_scheduler.report.theme import CARD, SOFT, drawing, marker, series, width_color

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from slim_scheduler.record_columns import blocks_of
+from slim_scheduler.record.columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure

@@ -1,6 +1,6 @@
 """A run's folder as the report reads it: `record.parquet`, `summary.json` and `config.toml`.
 
-Finds the runs below the folders it is given; what runs write there is `runs.py`'s.
+Finds the runs below the folders it is given; what runs write there is `run/runs.py`'s.
 """
 
 import json
@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.errors import RecordError
-from slim_scheduler.record import Record, read_record
+from slim_scheduler.record.recorder import Record, read_record
+from slim_scheduler.setup.config import Config, config_from
 
 RECORD, SUMMARY, CONFIG, COMPARISON = "record.parquet", "summary.json", "config.toml", "compare.json"
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, get_args
 
 from numpy.random import Generator
 
-from slim_scheduler.config import FaultConfig, FaultKind
 from slim_scheduler.core.types import Seconds, ServerName
+from slim_scheduler.setup.config import FaultConfig, FaultKind
 
 LATEST_DELIVERY: Seconds = 1.0  # a delayed or doubled message comes up to so much later; beyond the heartbeat's 0.8 s
 MESSAGE_FAULTS = ("drop-messages", "duplicate-messages", "delay-messages")

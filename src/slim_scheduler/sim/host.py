@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
@@ -32,15 +31,16 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Block, Decision, ItemId, Joules, Request, RequestId, Seconds, ServerName
-from slim_scheduler.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
+from slim_scheduler.core.view import View
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
+from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
 from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, timeline
 from slim_scheduler.sim.mail import Mail, ToDispatcher
 from slim_scheduler.sim.server import Condition, Observer, SimulatedServer
-from slim_scheduler.workload import Arrivals, generate
 
 DRAIN_FACTOR = 2.0  # a run that drains ends by so many times its duration
 STEPS_PER_PROGRESS = 1_000

@@ -8,10 +8,10 @@ from typing import Any
 
 from numpy.random import Generator
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.messages import BatchReported, CancelTasks, ServerLeft, ServerReported, TasksReturned
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Block, Bytes, Seconds, ServerName
+from slim_scheduler.setup.config import Config
 from slim_scheduler.sim.agenda import MESSAGE, Agenda
 from slim_scheduler.sim.faults import FaultChange, MessageFaults
 from slim_scheduler.sim.network import Network

@@ -7,8 +7,8 @@ whether it gets there at all, is decided elsewhere.
 
 from collections.abc import Iterable
 
-from slim_scheduler.config import NetworkConfig
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
+from slim_scheduler.setup.config import NetworkConfig
 
 
 class _Direction:

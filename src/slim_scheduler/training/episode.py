@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.random import Generator
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported, StartBatch
 from slim_scheduler.core.reward import block_reward, undone_reward
-from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Batch, Block, Decision, Joules, Seconds, ServerName, WidthTuple
+from slim_scheduler.core.view import View
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.workload import generate
 from slim_scheduler.sim.host import Simulation
-from slim_scheduler.workload import generate
 
 
 class Charges(Protocol):

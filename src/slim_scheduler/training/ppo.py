@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.config import TrainingConfig
 from slim_scheduler.core.types import Seconds
+from slim_scheduler.setup.config import TrainingConfig
 from slim_scheduler.training.episode import Credit
-from slim_scheduler.training.networks import Inputs, Outputs, PolicyNetwork
+from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
 from slim_scheduler.training.rollout import Rollout, Steps
 
 Reals = npt.NDArray[np.float64]

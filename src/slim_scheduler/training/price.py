@@ -9,13 +9,13 @@ the queue, as in dual ascent, keeps it short: at the target delay the price is t
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from slim_scheduler.core.plan import seconds_per_item
-from slim_scheduler.core.router.baselines import ServerCost
-from slim_scheduler.core.router.links import moved_bytes
-from slim_scheduler.core.router.plan import PlanLedger
-from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.core.telemetry import ServerView, View
+from slim_scheduler.core.router.costs import moved_bytes
+from slim_scheduler.core.router.heuristics import ServerCost
+from slim_scheduler.core.router.plan.follower import PlanLedger
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.plan.program import seconds_per_item
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
+from slim_scheduler.core.view import ServerView, View
 
 RESTED = 0.05  # of the time: the step in which a device's curve is looked at
 MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it would drown all other rewards

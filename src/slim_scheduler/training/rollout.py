@@ -15,21 +15,21 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator, default_rng
 
-from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
-from slim_scheduler.config import Config
 from slim_scheduler.core.router.base import Router
-from slim_scheduler.core.router.encoders import build_encoder
-from slim_scheduler.core.router.networks import Network, build_network, softmax
-from slim_scheduler.core.router.observation import (
+from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.observation import (
     Encoder,
     Floats,
     Observation,
     full_batch_time,
 )
-from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.core.telemetry import View
+from slim_scheduler.core.router.learned.policy import Network, build_network, softmax
+from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Decision, Seconds
-from slim_scheduler.machines import build_router
+from slim_scheduler.core.view import View
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.machines import build_router
 from slim_scheduler.training.episode import Charges, Credit, Episode
 from slim_scheduler.training.price import CapacityPrice
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios

@@ -9,13 +9,13 @@ import math
 import msgspec
 from numpy.random import Generator
 
-from slim_scheduler.config import Config, ServerConfig
-from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.observation import server_capacity
-from slim_scheduler.core.router.plans import Plans
+from slim_scheduler.core.router.learned.observation import server_capacity
+from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
-from slim_scheduler.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.setup.config import Config, ServerConfig
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
 
 
 class Scenario(msgspec.Struct, frozen=True):

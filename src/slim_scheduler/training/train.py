@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 import torch
 
-from slim_scheduler.accuracy_file import TABLE_FILES, read_accuracy
-from slim_scheduler.config import Config, config_from
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.router.encoders import build_encoder
-from slim_scheduler.core.router.learned import PolicyManifest
-from slim_scheduler.core.router.networks import NetworkSizes
-from slim_scheduler.core.router.observation import full_batch_time
-from slim_scheduler.core.router.plans import Plans
-from slim_scheduler.interruption import deferred
-from slim_scheduler.policy_file import write_policy
+from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.observation import full_batch_time
+from slim_scheduler.core.router.learned.policy import NetworkSizes
+from slim_scheduler.core.router.learned.router import PolicyManifest
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.config import Config, config_from
+from slim_scheduler.setup.interruption import deferred
+from slim_scheduler.setup.policy_files import write_policy
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
 from slim_scheduler.training.curves import Curves, UpdateReport, describe
-from slim_scheduler.training.networks import PolicyNetwork
+from slim_scheduler.training.policy import PolicyNetwork
 from slim_scheduler.training.ppo import PPO, Batch, Horizon, RewardScale, Trajectory
 from slim_scheduler.training.rollout import Order, Rollout
 from slim_scheduler.training.scenario import Scenarios

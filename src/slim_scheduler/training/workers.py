@@ -9,8 +9,8 @@ import signal
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.errors import SlimError
+from slim_scheduler.setup.config import Config
 from slim_scheduler.training.rollout import Actor, Order, Rollout
 
 

@@ -12,8 +12,8 @@ from numpy.random import Generator
 
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import View
 from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName
+from slim_scheduler.core.view import View
 
 
 class Router(Protocol):

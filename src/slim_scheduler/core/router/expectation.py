@@ -5,7 +5,7 @@ What is unknown, before and after, is averaged over evenly. The table of whole w
 
 from itertools import product
 
-from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Width, WidthTuple
 

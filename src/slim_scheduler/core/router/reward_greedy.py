@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator
 
-from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.reward import RewardWeights, block_reward
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.baselines import ServerCost, available_of
 from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.telemetry import Head, ServerView, View
+from slim_scheduler.core.router.heuristics import ServerCost, available_of
 from slim_scheduler.core.types import Decision, Seconds, Width
+from slim_scheduler.core.view import Head, ServerView, View
 
 UTILIZATION_WINDOW: Seconds = 0.5  # what a device's utilisation looks back on (method, section 3)
 

@@ -11,12 +11,12 @@ from itertools import product
 
 from numpy.random import Generator
 
-from slim_scheduler.core.admission import AccuracyPrior
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.baselines import ServerCost, allowed, available_of
 from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.telemetry import Head, ServerView, View
+from slim_scheduler.core.router.heuristics import ServerCost, allowed, available_of
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.view import Head, ServerView, View
 
 # Ascending times, and the first width of the most accurate choice that takes no longer.
 Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]

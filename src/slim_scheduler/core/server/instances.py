@@ -8,8 +8,8 @@ the device has freed it.
 from collections.abc import Iterator
 from enum import StrEnum
 
-from slim_scheduler.core.telemetry import InstanceCount
 from slim_scheduler.core.types import Bytes, InstanceId, Seconds, Width
+from slim_scheduler.core.view import InstanceCount
 
 
 class InstanceState(StrEnum):

@@ -34,8 +34,8 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.queues import Entry, KeyedQueue
 from slim_scheduler.core.server.instances import Instance, InstancePool, InstanceState
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.telemetry import ServerReport
 from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Seconds, ServerName, TaskId, Width
+from slim_scheduler.core.view import ServerReport
 
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice

@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from slim_scheduler.config import Config
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, TaskId
 from slim_scheduler.engine.assembly import live_server
+from slim_scheduler.engine.cluster.activation_store import Shelf
 from slim_scheduler.engine.cluster.clock import SharedClock
-from slim_scheduler.engine.cluster.life import NOTHING, ServerLife
-from slim_scheduler.engine.cluster.shelf import Shelf
+from slim_scheduler.engine.cluster.session import NOTHING, ServerLife
 from slim_scheduler.engine.cluster.wire import decode_ask, decode_cancel, decode_parcel, encode, join
 from slim_scheduler.engine.executor import Job
-from slim_scheduler.engine.live_server import LiveServer
+from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.setup.config import Config
 
 
 class Birth(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayTaskError
 
-from slim_scheduler.config import Config, ServerConfig
-from slim_scheduler.core.dispatcher import Dispatcher
+from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
@@ -21,13 +20,14 @@ from slim_scheduler.engine.cluster.actor import ServerActor
 from slim_scheduler.engine.cluster.host import ClusterHost
 from slim_scheduler.engine.cluster.ray_session import RaySession
 from slim_scheduler.engine.cluster.remote_server import RemoteServer
-from slim_scheduler.engine.cluster.seam import DirectSeam, Seam
-from slim_scheduler.engine.device import Device
+from slim_scheduler.engine.cluster.transport import DirectSeam, Seam
+from slim_scheduler.engine.devices.device import Device
 from slim_scheduler.engine.engine import SlimEngine
-from slim_scheduler.engine.host import DISPATCHER, StepRecorder
-from slim_scheduler.engine.live_server import reason
+from slim_scheduler.engine.local.host import DISPATCHER, StepRecorder
+from slim_scheduler.engine.local.server import reason
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.setup.config import Config, ServerConfig
 
 START_LIMIT: Seconds = 180.0  # for Ray to find a place for every server, and for torch to load there
 

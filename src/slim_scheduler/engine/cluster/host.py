@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from ray.exceptions import RayError
 
-from slim_scheduler.core.dispatcher import Dispatcher
+from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
@@ -29,12 +29,12 @@ from slim_scheduler.engine.activations import gather
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.cluster.conversation import LifeOverError
 from slim_scheduler.engine.cluster.ledger import ClusterLedger
-from slim_scheduler.engine.cluster.life import CARRIED
 from slim_scheduler.engine.cluster.remote_server import RemoteServer
-from slim_scheduler.engine.cluster.seam import Seam
+from slim_scheduler.engine.cluster.session import CARRIED
+from slim_scheduler.engine.cluster.transport import Seam
 from slim_scheduler.engine.cluster.wire import Parcel, Told
-from slim_scheduler.engine.host import Host, StepRecorder
-from slim_scheduler.engine.live_server import reason
+from slim_scheduler.engine.local.host import Host, StepRecorder
+from slim_scheduler.engine.local.server import reason
 from slim_scheduler.engine.router_timer import TimedRouter
 
 DRAIN_LOOK: Seconds = 0.05

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
-from slim_scheduler.config import Config, ServerConfig
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.setup.config import Config, ServerConfig
 
 # Ray's workers give way to everything else on their machine (niceness 15); a server that must answer cannot.
 NICENESS = {"worker_niceness": 0}

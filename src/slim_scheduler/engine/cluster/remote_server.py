@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from ray.exceptions import ActorDiedError, RayError
 
-from slim_scheduler.config import ServerConfig
 from slim_scheduler.core.messages import CancelTasks
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
 from slim_scheduler.engine.clock import MonotonicClock
@@ -21,6 +20,7 @@ from slim_scheduler.engine.cluster.actor import Birth, Place
 from slim_scheduler.engine.cluster.clock import OffsetEstimate
 from slim_scheduler.engine.cluster.conversation import Conversation, LifeOverError
 from slim_scheduler.engine.cluster.wire import Forget, Parcel, Told, encode
+from slim_scheduler.setup.config import ServerConfig
 
 CLOCK_EXCHANGES = 8  # before a life begins, so that its first report has the right time
 BEGIN_LIMIT: Seconds = 60.0  # for loading torch and the network, and warming up

@@ -1,0 +1,322 @@
+"""`slim load`: requests against a running server, and what became of them.
+
+Open loop sends at times fixed beforehand and counts latency from the intended time, so a server that stalls cannot
+hide it (no coordinated omission); closed loop keeps a number of requests going and finds the highest throughput. The
+result says how late the generator itself was.
+"""
+
+import asyncio
+import contextlib
+import gc
+import resource
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import uvloop
+
+from slim_scheduler.client.client import Constraints, infer_body
+from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
+from slim_scheduler.core.errors import InputError
+
+Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
+Transport = Literal["http", "grpc"]
+VALID_LAG_S = 0.005
+SPARE_FILES = 64  # that a process has open beside its connections
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one load run saw. Times in seconds; latency counts from the intended arrival in open loop.
+
+    `goodput_items_s` counts items answered within `deadline_ms` (all answered ones without a deadline). `valid` is
+    false when the generator itself was too late to be believed.
+    """
+
+    url: str
+    mode: Literal["open", "closed"]
+    rate: float | None
+    concurrency: int | None
+    duration_s: float
+    sent: int
+    answered: int
+    refused: int
+    errors: int
+    statuses: dict[str, int]
+    throughput_items_s: float
+    goodput_items_s: float
+    latency_s: dict[str, float]
+    refusal_s: dict[str, float]
+    generator_lag_s: dict[str, float]
+    valid: bool
+
+
+class Tally:
+    """Collects the ends of requests."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[float, float, Status]] = []  # (intended, latency, status)
+        self.lags: list[float] = []
+
+    def add(self, intended: float, status: Status) -> None:
+        self.ended.append((intended, time.perf_counter() - intended, status))
+
+
+Send = Callable[[int], Awaitable[Status]]
+
+
+def load(
+    url: str,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    duration: float = 10.0,
+    *,
+    transport: Transport | None = None,
+    model: str | None = None,
+    items: int = 1,
+    datatype: Literal["FP32", "UINT8"] = "FP32",
+    constraints: Constraints = Constraints(),  # noqa: B008 - immutable
+    token: str | None = None,
+    connections: int = 4000,
+    warmup: float = 1.0,
+    seed: int = 0,
+) -> LoadResult:
+    """Runs a load and returns what it saw. Give `rate` (requests per second) or `concurrency`. Raises InputError.
+
+    `url` is http://HOST:PORT or grpc://HOST:PORT. The first `warmup` seconds are not counted. In open loop, as many
+    `connections` are opened as requests are under way: who has fewer bounds what the server can be offered.
+    """
+    if (rate is None) == (concurrency is None):
+        raise InputError("give either --rate (open loop) or --concurrency (closed loop)")
+    for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
+    if transport is None:
+        transport = "grpc" if url.startswith("grpc://") else "http"
+    run = _run(url, rate, concurrency, duration, transport, model, items, datatype, constraints, token, connections,
+               warmup, seed)  # fmt: skip
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(run)
+        except (OSError, ConnectionLostError) as error:
+            raise InputError(f"{url} does not answer: {error}; is `slim serve` running there?") from None
+
+
+async def _run(
+    url: str,
+    rate: float | None,
+    concurrency: int | None,
+    duration: float,
+    transport: Transport,
+    model: str | None,
+    items: int,
+    datatype: str,
+    constraints: Constraints,
+    token: str | None,
+    connections: int,
+    warmup: float,
+    seed: int,
+) -> LoadResult:
+    rng = np.random.default_rng(seed)
+    pool = concurrency or connections
+    if transport == "grpc":
+        from slim_scheduler.client.load_grpc import GrpcSender
+
+        sender: Any = await GrpcSender.open(url, model, token, items, datatype, constraints, rng)
+    else:
+        most = min(pool, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
+        sender = await HttpSender.open(url, model, token, items, datatype, constraints, rng, most)
+    tally = Tally()
+    try:
+        if rate is not None:
+            start = await open_loop(sender.send, rate, warmup + duration, rng, tally)
+        else:
+            assert concurrency is not None
+            start = await closed_loop(sender.send, concurrency, warmup + duration, tally)
+    finally:
+        await sender.close()
+    return result_of(url, rate, concurrency, items, duration, start + warmup, constraints.deadline_ms, tally)
+
+
+async def open_loop(send: Send, rate: float, duration: float, rng: np.random.Generator, tally: Tally) -> float:
+    """Poisson arrivals, each sent at its time whatever became of the others. Returns when it began."""
+    count = max(1, int(rng.poisson(rate * duration)))
+    times = np.sort(rng.uniform(0.0, duration, count))
+    running: set[asyncio.Task[None]] = set()
+
+    async def one(intended: float, number: int) -> None:
+        tally.add(intended, await send(number))
+
+    with _brief_collections():
+        start = time.perf_counter()
+        for number, offset in enumerate(times.tolist()):
+            intended = start + offset
+            wait = intended - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            tally.lags.append(max(0.0, time.perf_counter() - intended))
+            task = asyncio.create_task(one(intended, number))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        if running:
+            await asyncio.wait(running)
+    return start
+
+
+async def closed_loop(send: Send, concurrency: int, duration: float, tally: Tally) -> float:
+    """Each of `concurrency` callers sends again as soon as it is answered. Returns when it began."""
+
+    async def caller(first: int, end: float) -> None:
+        number = first
+        while (intended := time.perf_counter()) < end:
+            status = await send(number)
+            tally.add(intended, status)
+            number += concurrency
+
+    tally.lags.append(0.0)
+    with _brief_collections():
+        start = time.perf_counter()
+        end = start + duration
+        await asyncio.gather(*(caller(first, end) for first in range(concurrency)))
+    return start
+
+
+@contextlib.contextmanager
+def _brief_collections() -> Iterator[None]:
+    """Garbage collections look only at what is made from here on: with large libraries imported, one takes 50 ms."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class HttpSender:
+    """Sends infer requests over a pool of kept connections; more requests than connections wait for one."""
+
+    def __init__(self, host: str, port: int, requests: list[bytes], most: int) -> None:
+        self._host = host
+        self._port = port
+        self._requests = requests
+        self._free: list[HttpConnection] = []
+        self._room = asyncio.Semaphore(most)
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        model: str | None,
+        token: str | None,
+        items: int,
+        datatype: str,
+        constraints: Constraints,
+        rng: np.random.Generator,
+        most: int,
+    ) -> "HttpSender":
+        from slim_scheduler.client.client import AsyncSlimClient
+
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        async with AsyncSlimClient(url, model, token) as client:
+            metadata = await client.metadata()
+        host, port = parts.hostname or "localhost", parts.port or 80
+        requests = []
+        for images in payloads(metadata["inputs"][0]["shape"][1:], items, datatype, rng):
+            body, json_length = infer_body(images, constraints)
+            fields = {"inference-header-content-length": str(json_length)}
+            if token:
+                fields["authorization"] = f"Bearer {token}"
+            path = f"/v2/models/{metadata['name']}/infer"
+            requests.append(request_head("POST", path, f"{host}:{port}", len(body), fields) + body)
+        return cls(host, port, requests, most)
+
+    async def send(self, number: int) -> Status:
+        async with self._room:
+            try:
+                connection = self._kept() or await HttpConnection.open(self._host, self._port)
+                status, _, _ = await connection.send(self._requests[number % len(self._requests)])
+            except (OSError, ConnectionLostError):
+                return "lost"
+            if connection.open_for_more:
+                self._free.append(connection)
+            return status
+
+    def _kept(self) -> HttpConnection | None:
+        """A connection that the server has not closed while nothing was sent on it."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.open_for_more:
+                return connection
+        return None
+
+    async def close(self) -> None:
+        for connection in self._free:
+            connection.close()
+
+
+def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Generator, count: int = 16) -> list[Any]:
+    """Some different inputs; what is in them does not change how long they take."""
+    shape = (items, *item_shape)
+    if datatype == "UINT8":
+        return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
+    return [rng.standard_normal(shape, dtype=np.float32) for _ in range(count)]
+
+
+def result_of(
+    url: str,
+    rate: float | None,
+    concurrency: int | None,
+    items: int,
+    duration: float,
+    since: float,
+    deadline_ms: float | None,
+    tally: Tally,
+) -> LoadResult:
+    """What a tally says of the requests meant for `since` or later."""
+    counted = [row for row in tally.ended if row[0] >= since]
+    answered = [latency for _, latency, status in counted if status in (200, "OK")]
+    refused = [latency for _, latency, status in counted if status in (503, "UNAVAILABLE")]
+    statuses: dict[str, int] = {}
+    for _, _, status in counted:
+        statuses[str(status)] = statuses.get(str(status), 0) + 1
+    limit = float("inf") if deadline_ms is None else deadline_ms / 1e3
+    in_time = sum(latency <= limit for latency in answered)
+    ends = [intended + latency for intended, latency, _ in counted]
+    seconds = max(duration, max(ends, default=since) - since)
+    lag = _spread(tally.lags)
+    return LoadResult(
+        url=url,
+        mode="open" if rate is not None else "closed",
+        rate=rate,
+        concurrency=concurrency,
+        duration_s=seconds,
+        sent=len(counted),
+        answered=len(answered),
+        refused=len(refused),
+        errors=len(counted) - len(answered) - len(refused),
+        statuses=statuses,
+        throughput_items_s=len(answered) * items / seconds,
+        goodput_items_s=in_time * items / seconds,
+        latency_s=_spread(answered),
+        refusal_s=_spread(refused),
+        generator_lag_s=lag,
+        valid=lag.get("p99", 0.0) <= VALID_LAG_S,
+    )
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    row = np.asarray(values)
+    p50, p90, p95, p99 = np.percentile(row, (50, 90, 95, 99)).tolist()
+    return {
+        "mean": float(row.mean()),
+        "sd": float(row.std()),
+        "p50": p50,
+        "p90": p90,
+        "p95": p95,
+        "p99": p99,
+        "max": float(row.max()),
+    }

@@ -1,0 +1,74 @@
+"""The load generator's gRPC side, apart because its packages are heavy."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from slim_scheduler.client.client import Constraints
+from slim_scheduler.client.load import Status, payloads
+from slim_scheduler.core.errors import InputError
+
+
+class GrpcSender:
+    """Sends ModelInfer over one channel; HTTP/2 carries many at once."""
+
+    def __init__(self, channel: Any, requests: list[Any], metadata: tuple[tuple[str, str], ...]) -> None:
+        self._channel = channel
+        self._infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        self._requests = requests
+        self._metadata = metadata
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        model: str | None,
+        token: str | None,
+        items: int,
+        datatype: str,
+        constraints: Constraints,
+        rng: np.random.Generator,
+    ) -> "GrpcSender":
+        parts = urlsplit(url if "://" in url else f"grpc://{url}")
+        channel = grpc.aio.insecure_channel(f"{parts.hostname}:{parts.port}")
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        try:
+            if model is None:
+                index = await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True), metadata=metadata)
+                model = index.models[0].name
+            card = await stub.ModelMetadata(pb.ModelMetadataRequest(name=model), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            raise InputError(f"{url} does not serve: {error.details()}; is `slim serve --grpc-port` there?") from None
+        requests = []
+        for images in payloads(list(card.inputs[0].shape)[1:], items, datatype, rng):
+            request = pb.ModelInferRequest(model_name=model)
+            request.inputs.add(name="image", datatype=datatype, shape=images.shape)
+            request.raw_input_contents.append(images.tobytes())
+            for name, value in msgspec.to_builtins(constraints).items():
+                if name == "widths":
+                    request.parameters[name].string_param = ",".join(f"{width:g}" for width in value)
+                elif isinstance(value, float):
+                    request.parameters[name].double_param = value
+                elif isinstance(value, int):
+                    request.parameters[name].int64_param = value
+                else:
+                    request.parameters[name].string_param = value
+            requests.append(request)
+        return cls(channel, requests, metadata)
+
+    async def send(self, number: int) -> Status:
+        try:
+            await self._infer(self._requests[number % len(self._requests)], metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    async def close(self) -> None:
+        await self._channel.close()

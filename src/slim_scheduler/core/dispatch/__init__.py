@@ -1,0 +1,1 @@
+"""The router's side of the loop: global FIFO, servers, items in flight, recovery, admission."""

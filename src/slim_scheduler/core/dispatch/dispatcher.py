@@ -1,0 +1,365 @@
+"""The router's side of the loop: global FIFO, routing, collecting results, deadlines.
+
+`Dispatcher.handle` is its only mutator. It owns every request and item in flight (`flight.py`), the waiting tasks
+(`fifo.py`), what is known of the servers (`fleet.py`), who of them takes part (`membership.py`), and what becomes of
+tasks that did not run (`retries.py`). It carries no tensors and talks to nobody: hosts deliver events and perform
+commands.
+"""
+
+import math
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from numpy.random import Generator
+
+from slim_scheduler.core.dispatch.admission import AccuracyPrior, Admission
+from slim_scheduler.core.dispatch.fifo import GlobalFifo, Key
+from slim_scheduler.core.dispatch.fleet import Fleet, SentBlock
+from slim_scheduler.core.dispatch.items import ItemFlight, Ledger
+from slim_scheduler.core.dispatch.limits import DispatchLimits
+from slim_scheduler.core.dispatch.membership import Membership
+from slim_scheduler.core.dispatch.recovery import Retries
+from slim_scheduler.core.messages import (
+    BatchReported,
+    CancelTasks,
+    DispatcherCommand,
+    DispatcherEvent,
+    RequestArrived,
+    RequestCancelled,
+    RouterFellBack,
+    RouterTooSlow,
+    SendBlock,
+    ServerDraining,
+    ServerJoined,
+    ServerLeft,
+    ServerReported,
+    TasksReturned,
+    TimerFired,
+    WakeAt,
+)
+from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.guard import GuardedRouter
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import (
+    Block,
+    Decision,
+    Outcome,
+    RequestId,
+    Seconds,
+    ServerName,
+    Task,
+    TaskId,
+)
+from slim_scheduler.core.view import Head, ServerView, View
+
+CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
+
+
+class _Held(NamedTuple):
+    """A decision for a full server, and who made it. At `until` it is made again, among servers with credit; sooner
+    where `task`, the oldest that it was made for, was cancelled or expired."""
+
+    key: Key
+    task: Task
+    decision: Decision
+    router: str
+    until: Seconds
+
+
+class Dispatcher:
+    """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused."""
+
+    def __init__(
+        self,
+        limits: DispatchLimits,
+        shape: ModelShape,
+        router: Router,
+        fallback: Router,
+        rng: Generator,
+        accuracy: AccuracyPrior | None = None,
+    ) -> None:
+        self._limits = limits
+        self._shape = shape
+        self._router = GuardedRouter(router, fallback, rng)
+        self._ledger = Ledger()
+        self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
+        self._admission = Admission(shape, limits.max_waiting_items, accuracy)
+        self._fifo = GlobalFifo(
+            shape,
+            self._ledger.items,
+            limits.max_activation_bytes,
+            limits.home_matters,
+            limits.priority_aging,
+            limits.reentry_back,
+        )
+        self._commands: list[DispatcherCommand] = []
+        tell = self._commands.append
+        self._retries = Retries(limits, self._ledger, self._fifo, self._fleet, tell)
+        self._members = Membership(limits, self._fleet, self._retries, tell, self._look_again)
+        self._deadlines: list[tuple[Seconds, RequestId]] = []
+        self._held: _Held | None = None
+        self._fresh = 0  # items that came after the last decision: they do not wait for a server
+        self._key_due: Key
+        self._wake_at = float("inf")
+        self._last_block = 0
+
+    # ---- what hosts and pages may read
+
+    @property
+    def servers(self) -> dict[ServerName, ServerView]:
+        return self._fleet.views
+
+    @property
+    def fifo_length(self) -> int:
+        return len(self._fifo)
+
+    @property
+    def held_up(self) -> int:
+        """Tasks that were there at the last decision: no server had credit for them."""
+        return len(self._fifo) - self._fresh
+
+    def too_late(self, slack: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
+        """What a request with a deadline in `slack`, behind `coming` more items, would be refused with; None: it may
+        come."""
+        if not self.held_up and not coming:
+            return None
+        return self._admission.too_late(slack, len(self._ledger.items) + coming)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks sent so far, which is the last one's number."""
+        return self._last_block
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        return self._ledger.counts()
+
+    def handle(self, event: DispatcherEvent, now: Seconds) -> list[DispatcherCommand]:
+        """Takes one event, returns what the host must do.
+
+        It is these four steps; only an environment that stops at every decision takes them one by one.
+        """
+        self.absorb(event, now)
+        if isinstance(event, RequestArrived) and event.more:
+            return self.finish(now)
+        while (view := self.pending(now)) is not None:
+            self.decide(view)
+        return self.finish(now)
+
+    def absorb(self, event: DispatcherEvent, now: Seconds) -> None:
+        """Takes an event in without routing."""
+        match event:
+            case BatchReported():
+                self._collect(event, now)
+            case RequestArrived():
+                self._arrive(event, now)
+            case ServerReported():
+                self._members.hear(event.report, now)
+            case TimerFired():
+                self._on_time(now)
+            case TasksReturned():
+                self._members.gave_back(event, now)
+            case RequestCancelled():
+                self._abandon(event.request_id, Outcome.CANCELLED, "cancelled by the client", now)
+            case ServerJoined():
+                self._members.join(event, now)
+            case ServerDraining():
+                self._members.drain(event.server)
+            case ServerLeft():
+                self._members.leave(event, now)
+            case RouterTooSlow():
+                self._suspend_router(event.seconds, now)
+
+    def pending(self, now: Seconds) -> View | None:
+        """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
+        fifo, fleet = self._fifo, self._fleet
+        self._fresh = 0
+        while len(fifo) and fleet.any_available():
+            key = fifo.head()
+            if key is None:
+                return None
+            held, self._held = self._held, None
+            server = fleet.views.get(held.decision.server) if held is not None else None
+            if held is None or server is None or not server.in_service or not self._still_for(key, held):
+                self._key_due = key
+                return self._view(key, now)
+            if server.available:
+                self._send(key, held.decision, held.router, now)
+            elif now < held.until:
+                self._held = held
+                return None
+            else:
+                server.patience_spent = True
+                self._key_due = key
+                return self._view(key, now, patient=False)
+        return None
+
+    def decide(self, view: View) -> Decision:
+        """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
+        decision, router, complaint = self._router.decide(view)
+        if complaint is not None:
+            self._commands.append(RouterFellBack(complaint))
+        if self._fleet.views[decision.server].available:
+            self._send(self._key_due, decision, router, view.now)
+        else:
+            until = view.now + self._router.patience
+            self._held = _Held(self._key_due, self._fifo.oldest(self._key_due), decision, router, until)
+        return decision
+
+    def finish(self, now: Seconds) -> list[DispatcherCommand]:
+        """The commands of what was absorbed and decided."""
+        self._arm(now)
+        commands = self._commands.copy()
+        self._commands.clear()
+        return commands
+
+    # ---- arrivals
+
+    def _arrive(self, event: RequestArrived, now: Seconds) -> None:
+        request = event.request
+        if request.deadline is not None and request.deadline <= now:
+            self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
+            return
+        refusal = self._admission.refuse(request, len(self._fifo), self.held_up, len(self._ledger.items), now)
+        if refusal is not None:
+            self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
+            return
+        self._retries.arrived(len(request.items))
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.request_id))
+        for flight in self._ledger.admit(request):
+            self._fifo.enter(flight, 0, now)
+        self._fresh += len(request.items)
+
+    # ---- routing
+
+    def _suspend_router(self, took: Seconds, now: Seconds) -> None:
+        until = now + self._limits.router_probe
+        self._router.suspend(until)
+        reason = f"took {took * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
+        self._commands.append(RouterFellBack(reason, until))
+
+    def _still_for(self, key: Key, held: _Held) -> bool:
+        """Whether the head is the one that was held; another may have come in its place while nobody had credit."""
+        flight = self._ledger.items.get(held.task.item)
+        return held.key == key and flight is not None and flight.waiting and flight.task is held.task
+
+    def _view(self, key: Key, now: Seconds, patient: bool = True) -> View:
+        fifo = self._fifo
+        oldest = fifo.oldest(key)
+        head = Head(
+            key[0],
+            key[1],
+            oldest.home,
+            fifo.count(key),
+            now - oldest.entered,
+            None if oldest.deadline is None else oldest.deadline - now,
+            self._admission.widths(key[0], key[3]),
+            key[3][0] if key[3] is not None else None,
+            now - self._ledger.items[oldest.item].request.request.arrival,
+        )
+        if 0 < self._router.patience < math.inf and len(fifo) > self._limits.patience_room * self._fleet.room():
+            patient = False
+        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views, patient)
+
+    def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
+        fifo_length = len(self._fifo)
+        tasks = self._fifo.take(key, min(decision.group, self._fleet.views[decision.server].credit))
+        segment, previous_width, _, bounds = key
+        exact = bounds is not None and bounds[0].widths is not None
+        self._last_block += 1
+        block = Block(self._last_block, decision.server, segment, decision.width, previous_width, exact, tasks, now)
+        self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router))
+        self._commands.append(SendBlock(block))
+
+    # ---- results
+
+    def _collect(self, event: BatchReported, now: Seconds) -> None:
+        self._admission.worked(len(event.tasks), now)
+        share = None if event.energy_j is None else event.energy_j / len(event.tasks)
+        seconds = event.finished - event.started
+        width, server = (event.width,), (event.server,)
+        items = self._ledger.items
+        settled = self._fleet.settle_all(event.tasks)
+        ran: list[ItemFlight] = []
+        for sent, task in settled:
+            flight = items.get(task.item)
+            if flight is None or flight.task is not task:
+                sent.lost += 1  # expired or cancelled while it ran
+                continue
+            flight.widths += width
+            flight.servers += server
+            flight.home = event.server
+            flight.compute += seconds
+            if share is not None:
+                flight.energy = share + (flight.energy or 0.0)
+            sent.latency += now - task.entered
+            sent.ran.append((task.item, flight.widths))
+            ran.append(flight)
+        if ran and event.segment < self._shape.segments - 1:
+            self._fifo.go_on(ran, event.segment, event.width, now)
+        else:
+            for flight in ran:
+                self._admission.completed(now)
+                self._retries.end(flight, Outcome.ANSWERED, now)
+        self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
+        self._members.ran(event.server, now)
+
+    # ---- deadlines, cancellation, time
+
+    def _abandon(self, request_id: RequestId, outcome: Outcome, reason: str, now: Seconds) -> None:
+        """Ends all unfinished items of a request at once and calls back what was sent."""
+        flight = self._ledger.requests.get(request_id)
+        if flight is None:
+            return
+        recalled: dict[ServerName, list[TaskId]] = {}
+        for item in list(flight.items.values()):
+            assert item.task is not None
+            server = None if item.waiting else self._fleet.server_of(item.task.task_id)
+            if server is not None:
+                recalled.setdefault(server, []).append(item.task.task_id)
+            self._retries.end(item, outcome, now, reason)
+        self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
+
+    def _on_time(self, now: Seconds) -> None:
+        if now < self._wake_at - CLOCK_SLACK:
+            return  # a timer that an earlier need made superfluous
+        overslept, self._wake_at = now - self._wake_at, float("inf")
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._abandon(heappop(self._deadlines)[1], Outcome.EXPIRED, "the deadline passed", now)
+        self._members.look(now, overslept)
+        if self._members.hopeless_at <= now:
+            reason = f"no server was in service for {self._limits.no_server_timeout:g} s"
+            for flight in [f for f in self._ledger.items.values() if f.waiting]:
+                self._retries.end(flight, Outcome.FAILED, now, reason)
+
+    def _arm(self, now: Seconds) -> None:
+        """Asks for the next timer. A need that only moved later is found out when the timer fires."""
+        while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
+            heappop(self._deadlines)  # answered: its deadline needs no timer
+        soonest = self._deadlines[0][0] if self._deadlines else float("inf")
+        if self._held is not None and now < self._held.until:  # later on it waits for credit, not for a time
+            soonest = min(soonest, self._held.until)
+        if self._wake_at <= soonest and self._wake_at != float("inf"):
+            return
+        at = min(soonest, self._fleet.next_check())
+        if self._ledger.items:
+            at = min(at, max(now, self._members.hopeless_at))
+        if at < self._wake_at:
+            self._wake_at = at
+            self._commands.append(WakeAt(at))
+
+    def _look_again(self) -> None:
+        """Something may be due earlier than the timer that was asked for."""
+        self._wake_at = float("inf")
+
+    # ---- checks
+
+    def check_invariants(self) -> None:
+        """For tests, after every event: conservation, one place per item, ledgers that agree."""
+        self._ledger.check_invariants()
+        self._fifo.check_invariants()
+        self._fleet.check_invariants()
+        for flight in self._ledger.items.values():
+            assert flight.task is not None
+            assert flight.waiting or self._fleet.server_of(flight.task.task_id), "an item that is nowhere"

@@ -1,0 +1,160 @@
+"""The global FIFO: every task that waits for a routing decision, and the activation bytes that waiting work holds.
+
+Owns the order, the keys and the bound on activations (segment 0 is held back while they are at their limit, a
+continuing task never is). What is decided about the head is the dispatcher's.
+"""
+
+from collections.abc import Sequence
+
+from slim_scheduler.core.dispatch.items import ItemFlight
+from slim_scheduler.core.queues import KeyedQueue
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Bytes, Constraints, ItemId, Seconds, ServerName, Task, Width, WidthTuple
+
+# segment, previous width, home (where moving an activation costs), constraints with the widths they met so far
+Bounds = tuple[Constraints, WidthTuple] | None
+Key = tuple[int, Width | None, ServerName | None, Bounds]
+
+
+class GlobalFifo:
+    """Waiting tasks by key. `items` is the ledger's map of items in flight."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        items: dict[ItemId, ItemFlight],
+        max_activation_bytes: Bytes,
+        home_matters: bool,
+        priority_aging: Seconds,
+        reentry_back: bool,
+    ) -> None:
+        self._items = items
+        self._queue: KeyedQueue[Key] = KeyedQueue()
+        self.per_segment = [0] * shape.segments
+        self._activation = [dict(zip(shape.widths, row, strict=True)) for row in shape.activation_bytes]
+        self._reserve = max(shape.activation_bytes[0])
+        self._activation_bytes = 0
+        self._max_activation_bytes = max_activation_bytes
+        self._home_matters = home_matters
+        self._priority_aging = priority_aging
+        self._reentry_back = reentry_back
+        self._last_task = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enter(self, flight: ItemFlight, segment: int, entered: Seconds) -> None:
+        """Makes the item's next task and lets it wait: at the back, or at its item's place."""
+        request = flight.request.request
+        self._last_task += 1
+        previous_width = flight.widths[-1] if flight.widths else None
+        arrival = None if self._reentry_back else request.arrival
+        task = Task(
+            self._last_task,
+            flight.item,
+            segment,
+            previous_width,
+            flight.home,
+            entered,
+            request.deadline,
+            request.priority,
+            arrival,
+        )
+        flight.task = task
+        flight.waiting = True
+        rank = entered if arrival is None else arrival
+        if request.priority:
+            rank += self._priority_aging * request.priority
+        self._queue.push(self._key(flight, task), rank, task)
+        self.per_segment[segment] += 1
+
+    def go_on(self, flights: Sequence[ItemFlight], done: int, width: Width, now: Seconds) -> None:
+        """Items whose segment `done` ran together at `width` leave its output behind and wait for the next segment.
+
+        It is `enter` for each; those alike are queued at once.
+        """
+        held, segment = self._activation[done][width], done + 1
+        home = flights[0].home
+        key: Key = (segment, width, home if self._home_matters else None, None)
+        alike: list[Task] = []
+        for flight in flights:
+            self._hold(flight, held)
+            request = flight.request.request
+            if self._reentry_back and request.constraints is None and not request.priority:
+                self._last_task += 1
+                task = Task(self._last_task, flight.item, segment, width, home, now, request.deadline, 0)
+                flight.task = task
+                flight.waiting = True
+                alike.append(task)
+            else:
+                self._wait_together(key, now, alike)
+                alike = []
+                self.enter(flight, segment, now)
+        self._wait_together(key, now, alike)
+
+    def _wait_together(self, key: Key, rank: Seconds, tasks: Sequence[Task]) -> None:
+        if tasks:
+            self._queue.push_all(key, rank, tasks)
+            self.per_segment[key[0]] += len(tasks)
+
+    def withdraw(self, flight: ItemFlight) -> None:
+        """Takes out an item's waiting task."""
+        task = flight.task
+        assert task is not None
+        self._queue.remove(self._key(flight, task), task.task_id)
+        self.per_segment[task.segment] -= 1
+        flight.waiting = False
+
+    def head(self) -> Key | None:
+        """The oldest task's key, or None; continuing tasks only while activations are at their limit."""
+        full = self._activation_bytes >= self._max_activation_bytes
+        return self._queue.head(_is_first_segment if full else None)
+
+    def oldest(self, key: Key) -> Task:
+        return self._queue.oldest(key)
+
+    def count(self, key: Key) -> int:
+        return self._queue.count(key)
+
+    def take(self, key: Key, limit: int) -> tuple[Task, ...]:
+        """Removes the first tasks of a key, which are then on their way."""
+        tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
+        items = self._items
+        self.per_segment[key[0]] -= len(tasks)
+        for task in tasks:
+            items[task.item].waiting = False
+        if key[0] == 0:  # room for what it will leave behind, at the widest it may run
+            for task in tasks:
+                self._hold(items[task.item], self._reserve)
+        return tasks
+
+    def let_go(self, flight: ItemFlight) -> None:
+        """The item holds no activation any more."""
+        self._hold(flight, 0)
+
+    def check_invariants(self) -> None:
+        self._queue.check_invariants()
+        waiting = {entry[2].task_id for _, entry in self._queue.entries()}
+        for flight in self._items.values():
+            assert flight.task is not None
+            assert (flight.task.task_id in waiting) == flight.waiting, "waiting flag"
+        assert len(waiting) == sum(f.waiting for f in self._items.values()), "a task without its item"
+        assert sum(self.per_segment) == len(self._queue), "waiting per segment"
+        assert self._activation_bytes == sum(f.held for f in self._items.values()) >= 0, "activation bytes"
+
+    def _key(self, flight: ItemFlight, task: Task) -> Key:
+        constraints = flight.request.request.constraints
+        return (
+            task.segment,
+            task.previous_width,
+            task.home if self._home_matters else None,
+            None if constraints is None else (constraints, flight.widths),
+        )
+
+    def _hold(self, flight: ItemFlight, size: Bytes) -> None:
+        self._activation_bytes += size - flight.held
+        flight.held = size
+
+
+def _is_first_segment(key: Key) -> bool:
+    return key[0] == 0

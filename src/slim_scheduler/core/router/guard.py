@@ -1,0 +1,58 @@
+"""The router behind its guard: what raised, is impossible or too slow is replaced for that decision, visibly.
+
+The dispatcher asks here and never the router itself. A router that the host found too slow is suspended; after a
+while the next decision is its probe.
+"""
+
+from numpy.random import Generator
+
+from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.types import Decision, Seconds
+from slim_scheduler.core.view import View
+
+
+class GuardedRouter:
+    """A router, the heuristic that stands in for it, and when it may be asked."""
+
+    def __init__(self, router: Router, fallback: Router, rng: Generator) -> None:
+        self._router = router
+        self._fallback = fallback
+        self._rng = rng
+        self._suspended_until = float("-inf")
+
+    @property
+    def name(self) -> str:
+        return self._router.name
+
+    def suspend(self, until: Seconds) -> None:
+        self._suspended_until = until
+
+    @property
+    def patience(self) -> Seconds:
+        """The router's; the fallback has none."""
+        return self._router.patience
+
+    def decide(self, view: View) -> tuple[Decision, str, str | None]:
+        """The decision, the name of who made it, and why the router did not, if so."""
+        complaint = None
+        if view.now >= self._suspended_until:
+            try:
+                decision = self._router.decide(view, self._rng)
+                complaint = self._complaint(decision, view)
+            except Exception as error:  # a router may be anybody's code; the run goes on without it
+                complaint = f"{type(error).__name__}: {error}"
+            if complaint is None:
+                return decision, self._router.name, None
+        return self._fallback.decide(view, self._rng), self._fallback.name, complaint
+
+    def _complaint(self, decision: Decision, view: View) -> str | None:
+        server = view.servers.get(decision.server)
+        if server is None:
+            return f"chose server {decision.server}, which is unknown"
+        if not server.may_be_chosen(bool(self._router.patience) and view.patient):
+            return f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
+        if decision.width not in view.head.widths:
+            return f"chose width {decision.width}, allowed are {view.head.widths}"
+        if not decision.group >= 1:
+            return f"chose a group of {decision.group}"
+        return None

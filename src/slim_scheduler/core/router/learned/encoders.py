@@ -1,0 +1,21 @@
+"""The observations by name."""
+
+from collections.abc import Callable
+
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.learned.observation import Encoder, ExtendedEncoder, PaperEncoder
+from slim_scheduler.core.router.learned.planned import PlannedEncoder
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.types import Seconds
+
+
+def build_encoder(
+    kind: str, facts: RouterFacts, batch_time: Seconds, plans: Callable[[], Plans], patience: Seconds = 0.0
+) -> Encoder:
+    """`paper`, `extended` or `planned`; only the last makes the plans. With `patience`, full servers
+    may be chosen."""
+    if kind == "paper":
+        return PaperEncoder(facts, patience)
+    if kind == "planned":
+        return PlannedEncoder(plans(), batch_time, patience)
+    return ExtendedEncoder(facts, batch_time, patience)

@@ -1,0 +1,149 @@
+"""The router `lp`: follows the linear program's plan for the load it measures, looked at again every second.
+
+As Proteus does, it takes the most accurate plan that carries the load, gives each server and width its share of every
+kind of head, and sends the next block where the share is most behind. Plans are kept by load, in steps, and by the
+servers in service. A learned router may see the same ledger (`planned.py`).
+"""
+
+import math
+from collections.abc import Mapping
+
+from numpy.random import Generator
+
+from slim_scheduler.core.router.heuristics import ServerCost, allowed, available_of
+from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
+from slim_scheduler.core.router.plan.program import Prices
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.view import Head, View
+
+PLAN_EVERY: Seconds = 1.0
+MEMORY = 0.5  # weight of the seconds before in the measured load
+CATCH_UP: Seconds = 2.0  # in which what waits should be worked off beside the new arrivals
+
+
+class PlanLedger:
+    """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not."""
+
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
+        self._facts = plans.facts
+        self._load: float | None = None
+        self._looked_at: Seconds = 0.0
+        self._seen = 0  # items that had arrived then
+        self._current: PlanKey | None = None
+        self._sent: dict[Kind, dict[Target, int]] = {}
+
+    @property
+    def load(self) -> float:
+        """The load that is planned for, as a share of the highest."""
+        return self._current[1] / LOAD_STEPS if self._current is not None else 1.0
+
+    def shares(self, view: View) -> Mapping[Target, float]:
+        """The plan's shares of the head's kind, which sum to 1."""
+        return self._plans.shares(self._plan_for(view)).of(self._kind(view.head))
+
+    def prices(self, view: View) -> Prices:
+        """What device time and links are worth at the load that is planned for."""
+        return self._plans.prices(self._plan_for(view))
+
+    def rate(self, view: View) -> float:
+        """The load that is planned for, items per second."""
+        return self._plans.load(self._plan_for(view))
+
+    def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
+        """By how many tasks each target is behind its share of what was sent of this kind and of what waits."""
+        sent = self._sent.get(self._kind(view.head), {})
+        total = sum(sent.values()) + view.head.waiting
+        return {target: share * total - sent.get(target, 0) for target, share in shares.items()}
+
+    def next(self, view: View, shares: Mapping[Target, float]) -> Target | None:
+        """Of the targets with credit, the one that is most behind; None where all that the plan names are full."""
+        open_targets = {t: share for t, share in shares.items() if view.servers[t[0]].available}
+        behind = self.behind(view, open_targets)
+        return max(behind, key=lambda target: (behind[target], target), default=None)
+
+    def other_width(self, view: View, shares: Mapping[Target, float]) -> Width:
+        """For a head that goes where the plan does not send it: the narrowest, which works off the queue; where plans
+        are for more than can be done, the one that is most behind."""
+        if not self._plans.overloaded:
+            return min(width for _, width in shares)
+        return self.next_width(view, shares)
+
+    def next_width(self, view: View, shares: Mapping[Target, float]) -> Width:
+        """The width that is most behind, over all servers."""
+        behind: dict[Width, float] = {}
+        for (_, width), tasks in self.behind(view, shares).items():
+            behind[width] = behind.get(width, 0.0) + tasks
+        return max(behind, key=lambda width: (behind[width], width))
+
+    def sent(self, head: Head, target: Target, count: int) -> None:
+        """So many tasks of the head's kind were sent."""
+        sent = self._sent.setdefault(self._kind(head), {})
+        sent[target] = sent.get(target, 0) + count
+
+    def _kind(self, head: Head) -> Kind:
+        return head.segment, head.previous_width, head.home if self._facts.move_activations else None
+
+    # ---- the load
+
+    def _plan_for(self, view: View) -> PlanKey:
+        """The plan that is followed: another one when a second has passed or a server came or went."""
+        up = tuple(name for name, server in view.servers.items() if server.up and name in self._facts.servers)
+        measured = self._measure(view)
+        if measured or self._current is None or self._current[0] != up:
+            key = (up, self._step(view, up))
+            if key != self._current:
+                self._current = key
+                self._sent.clear()
+        assert self._current is not None
+        return self._current
+
+    def _measure(self, view: View) -> bool:
+        """Items per second since the last look, every second; whether it was time."""
+        arrived = view.completed + view.fifo_length + sum(s.outstanding for s in view.servers.values())
+        since = view.now - self._looked_at
+        if since < PLAN_EVERY:
+            return False
+        rate = max(0, arrived - self._seen) / since
+        self._load = rate if self._load is None else MEMORY * self._load + (1 - MEMORY) * rate
+        self._looked_at, self._seen = view.now, arrived
+        return True
+
+    def _step(self, view: View, up: tuple[ServerName, ...]) -> int:
+        """The load as a step, rounded up. Before anything was measured: the highest."""
+        if self._load is None:
+            return LOAD_STEPS
+        segments = self._facts.shape.segments
+        left = sum(count * (segments - segment) / segments for segment, count in enumerate(view.fifo_per_segment))
+        catch_up = 0.0 if self._plans.overloaded else left / CATCH_UP
+        steps = LOAD_STEPS * (self._load + catch_up) / self._plans.most(up)
+        return max(1, min(LOAD_STEPS, math.ceil(steps)))
+
+
+class PlanFollower:
+    """Sends where the plan is most behind. With patience the plan says the width alone, and the server is the one where
+    the block is soonest done, full ones included."""
+
+    def __init__(self, plans: Plans, name: str = "lp", patience: Seconds = 0.0) -> None:
+        self.name = name
+        self.patience = patience
+        self._facts = facts = plans.facts
+        self._ledger = PlanLedger(plans)
+        self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
+
+    def decide(self, view: View, rng: Generator) -> Decision:
+        head, shares = view.head, self._ledger.shares(view)
+        if self.patience:
+            server, width = self._soonest(self._ledger.next_width(view, shares), head, view)
+        else:
+            target = self._ledger.next(view, shares)
+            server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
+        count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
+        self._ledger.sent(head, (server, width), count)
+        return Decision(server, allowed(width, head.widths), count)
+
+    def _soonest(self, width: Width, head: Head, view: View) -> Target:
+        """Where a width is soonest done."""
+        width = allowed(width, head.widths)
+        servers = available_of(self._costs, view, self.patience)
+        return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in servers)[1:]

@@ -1,0 +1,113 @@
+"""Plans of one cluster by load, in steps, and by the servers in service: made once and kept for every run on it."""
+
+from collections.abc import Sequence
+
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
+from slim_scheduler.core.types import ServerName, Width
+
+LOAD_STEPS = 50  # plans between no load and the highest
+RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
+MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
+
+Target = tuple[ServerName, Width]
+PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
+Kind = tuple[int, Width | None, ServerName | None]  # segment, previous width, home (where moving costs)
+
+
+class Plans:
+    """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
+    the queue grows for as long as the load lasts. Raises InputError for what is not in (0, 2]."""
+
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO) -> None:
+        if not 0 < rho <= MOST_RHO:
+            raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
+        self.facts = facts
+        self.overload = max(1.0, rho)
+        self.overloaded = rho > 1
+        self._accuracy = accuracy
+        self._rho = min(1.0, rho)
+        self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
+        self._shares: dict[PlanKey, Shares] = {}
+        self._prices: dict[PlanKey, Prices] = {}
+        for step in range(1, LOAD_STEPS + 1):  # now, not while a request waits
+            self.shares((tuple(facts.servers), step))
+
+    def most(self, up: Sequence[ServerName]) -> float:
+        """The highest load that is planned for, items per second: what these servers carry, times `overload`."""
+        return self._program(tuple(up))[1] * self.overload
+
+    def load(self, key: PlanKey) -> float:
+        """The load of a step, items per second."""
+        return self.most(key[0]) * key[1] / LOAD_STEPS * (1 - 1e-6)
+
+    def shares(self, key: PlanKey) -> "Shares":
+        if key not in self._shares:
+            plan = self._program(key[0])[0].most_even(self.load(key) / self.overload)
+            assert plan is not None, "a load below the highest can be carried"
+            self._shares[key] = Shares(plan)
+        return self._shares[key]
+
+    def prices(self, key: PlanKey) -> Prices:
+        if key not in self._prices:
+            prices = self._program(key[0])[0].prices(self.load(key) / self.overload)
+            assert prices is not None, "a load below the highest can be carried"
+            self._prices[key] = prices
+        return self._prices[key]
+
+    def _program(self, up: tuple[ServerName, ...]) -> tuple[PlanProgram, float]:
+        if up not in self._programs:
+            servers = {name: self.facts.servers[name] for name in up}
+            facts = RouterFacts(
+                self.facts.shape, self.facts.groups, servers, self.facts.move_activations, self.facts.shared_link
+            )
+            program = PlanProgram(facts, self._accuracy, self._rho)
+            self._programs[up] = (program, program.max_load())
+        return self._programs[up]
+
+
+class Shares:
+    """A plan as shares of each kind of head by (server, width); every kind sums to 1."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._of: dict[Kind, dict[Target, float]] = {}
+
+    def of(self, kind: Kind) -> dict[Target, float]:
+        """Kinds that the plan does not have (a wider instance ran) get the shares of their segment."""
+        if kind not in self._of:
+            segment, previous, home = kind
+            rates = self._rates(segment, previous)
+            if home is not None and previous is not None:
+                rates = self._near(rates, segment, previous, home)
+            total = sum(rates.values())
+            self._of[kind] = {target: rate / total for target, rate in rates.items()}
+        return self._of[kind]
+
+    def _rates(self, segment: int, previous: Width | None) -> dict[Target, float]:
+        steps = [(server, step, rate) for (server, step), rate in self._plan.steps.items() if step[0] == segment]
+        exact = [entry for entry in steps if entry[1][1] == previous]
+        rates: dict[Target, float] = {}
+        for server, (_, _, width), rate in exact or steps:
+            rates[server, width] = rates.get((server, width), 0.0) + rate
+        return rates
+
+    def _near(self, rates: dict[Target, float], segment: int, previous: Width, home: ServerName) -> dict[Target, float]:
+        """Shares of what lies at `home`: the plan's part of it stays, the rest goes where the plan wants it moved."""
+        plan = self._plan
+        here = sum(r for (s, (k, _, w)), r in plan.steps.items() if s == home and (k, w) == (segment - 1, previous))
+        stays = {s: r for (k, w, s), r in plan.stays.items() if (k, w) == (segment - 1, previous)}
+        into: dict[ServerName, float] = {}
+        for (server, _), rate in rates.items():
+            into[server] = into.get(server, 0.0) + rate
+        staying = min(1.0, stays.get(home, 0.0) / here) if here > 0 else (1.0 if home in into else 0.0)
+        moving = {s: max(0.0, rate - stays.get(s, 0.0)) for s, rate in into.items() if s != home}
+        if not sum(moving.values()) or home not in into:
+            staying = 1.0 if home in into else 0.0
+        moved = sum(moving.values()) or 1.0
+        goes = {s: (staying if s == home else (1 - staying) * moving[s] / moved) for s in into}
+        if not sum(goes.values()):
+            goes = into
+        return {(s, w): goes[s] * rate / into[s] for (s, w), rate in rates.items() if goes[s] > 0}

@@ -1,0 +1,347 @@
+"""The linear program behind `slim frontier` and the router `lp`: what any router can hold on given devices and links.
+
+Variables are rates in items per second: of every width tuple, of every (server, segment, previous width, width), and of
+what stays at its server between two segments. A tuple's accuracy belongs to the whole path, its cost only to single
+steps, so the steps need not know the path: for three servers that is 256 + 156 + 36 variables in place of the 20,736 of
+all paths, and milliseconds to solve. Where moving activations costs nothing this is exact; where it does, it may let an
+item stay that no single path could let stay, and remains an upper bound.
+
+Also in favour of the bound: batches are always the most efficient size, memory and queueing are left out, and power is
+its lower convex hull over the work done.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.types import Joules, ServerName, Watts, Width, WidthTuple
+
+MOST_TUPLES = 65_536
+LOGIT_BYTES = 4  # fp32
+MESSAGE_BYTES = 46  # per task and direction: its entry in a message, and its part of the header of a full batch's
+CURVE_STEPS = 64  # of utilisation, where work and power are looked at
+SLACK = 1e-7  # relative: what a solver may be off by
+NOTHING = 1e-5  # of the load: a rate that is left out
+
+Step = tuple[int, Width | None, Width]  # segment, previous width, width
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to carry a load. Rates in items per second; steps and stays that carry nothing are left out.
+
+    `stays[segment, width, server]`: of the items whose `segment` ran there at that width, those whose next segment
+    runs there too (only where moving activations costs something).
+    """
+
+    load: float
+    accuracy: float
+    power: Watts
+    work: dict[ServerName, float]
+    tuples: dict[WidthTuple, float]
+    steps: dict[tuple[ServerName, Step], float]
+    stays: dict[tuple[int, Width, ServerName], float]
+
+    @property
+    def energy_per_item(self) -> Joules:
+        return self.power / self.load
+
+    def shares(self) -> dict[int, dict[tuple[ServerName, Width], float]]:
+        """Per segment, the share of items by server and width."""
+        shares: dict[int, dict[tuple[ServerName, Width], float]] = {}
+        for (server, (segment, _, width)), rate in self.steps.items():
+            by = shares.setdefault(segment, {})
+            by[server, width] = by.get((server, width), 0.0) + rate / self.load
+        return shares
+
+
+class Prices(msgspec.Struct, frozen=True):
+    """What limits are worth at a load: accuracy, summed over items, that one more unit would buy (the program's dual).
+
+    `device`: per second of its work; `into`, `out_of`: per byte to a server and from it. On one shared medium a byte
+    is paid for where it arrives.
+    """
+
+    device: dict[ServerName, float]
+    into: dict[ServerName, float]
+    out_of: dict[ServerName, float]
+
+
+class PlanProgram:
+    """The program for one cluster; `rho` is how busy each device and link may be. Raises InputError."""
+
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = 1.0) -> None:
+        shape = facts.shape
+        if not 0 < rho <= 1:
+            raise InputError(f"rho is {rho:g}; it must be above 0 and at most 1")
+        if len(shape.widths) ** shape.segments > MOST_TUPLES:
+            raise InputError(
+                f"{shape.name} has {len(shape.widths)} widths in {shape.segments} segments; the bound takes at most "
+                f"{MOST_TUPLES} width tuples"
+            )
+        self._facts = facts
+        self._rho = rho
+        self._tuples = list(product(shape.widths, repeat=shape.segments))
+        self._top1 = np.array([accuracy.top1(widths) for widths in self._tuples])
+        self._names = list(facts.servers)
+        self._steps: list[Step] = [
+            (segment, previous, width)
+            for segment in range(shape.segments)
+            for previous in (shape.widths if segment else (None,))
+            for width in shape.widths
+        ]
+        self._places = [(name, step) for name in self._names for step in self._steps]
+        self._stays = [
+            (segment, width, name)
+            for segment in range(shape.segments - 1)
+            for width in shape.widths
+            for name in self._names
+            if facts.move_activations
+        ]
+        # Columns: tuples, then places, then stays, then each server's power, the busiest device, and the load.
+        self._first_place = len(self._tuples)
+        self._first_stay = self._first_place + len(self._places)
+        self._first_power = self._first_stay + len(self._stays)
+        self._busiest = self._first_power + len(self._names)
+        self._load = self._busiest + 1
+        self._columns = self._load + 1
+        self._place = {place: self._first_place + i for i, place in enumerate(self._places)}
+        self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step) for n, step in self._places}
+        self._equalities = _Rows(self._columns)
+        self._limits = _Rows(self._columns)
+        self._rows: dict[tuple[str, ServerName], int] = {}  # of the limits that have a price
+        self._conserve()
+        self._limit_devices()
+        self._limit_links()
+        # The last limit is on accuracy: sum of (least - top1) * rate <= 0, for the least accuracy asked for.
+        self._assembled: tuple[Any, Any, Any, Any] | None = None
+
+    # ---- questions
+
+    def max_load(self) -> float:
+        """The highest load that can be carried at all, at whatever accuracy."""
+        objective = np.zeros(self._columns)
+        objective[self._load] = -1.0
+        solution = self._solve(objective, None)
+        assert solution is not None, "a load of 0 can be carried"
+        return float(solution[self._load])
+
+    def most_accurate(self, load: float) -> Plan | None:
+        """The highest mean accuracy at a load, at the least power that allows it. None: the load cannot be carried."""
+        solution = self._solve(self._errors(load), load)
+        if solution is None:
+            return None
+        best = self._plan(solution)
+        return self.least_power(load, best.accuracy * (1 - SLACK)) or best
+
+    def least_power(self, load: float, accuracy: float) -> Plan | None:
+        """The least power at which a load is carried at a mean accuracy of at least `accuracy`. None: cannot be."""
+        objective = np.zeros(self._columns)
+        objective[self._first_power : self._busiest] = 1.0
+        solution = self._solve(objective, load, accuracy)
+        return None if solution is None else self._plan(solution)
+
+    def most_even(self, load: float) -> Plan | None:
+        """The highest mean accuracy at a load, with as little as possible on the busiest device. None: cannot be."""
+        solution = self._solve(self._errors(load), load)
+        if solution is None:
+            return None
+        accuracy = self._plan(solution).accuracy * (1 - SLACK)
+        objective = np.zeros(self._columns)
+        objective[self._busiest] = 1.0
+        even = self._solve(objective, load, accuracy)
+        return self._plan(solution if even is None else even)
+
+    def prices(self, load: float) -> Prices | None:
+        """What device time and links are worth at a load. None: the load cannot be carried."""
+        solved = self._solved(self._errors(load), load)
+        if not solved.success:
+            return None
+        marginals = solved.ineqlin.marginals  # of the objective, which is the mean error per item
+        worth = {key: max(0.0, -load * float(marginals[row])) for key, row in self._rows.items()}
+        return Prices(
+            *({name: worth.get((kind, name), 0.0) for name in self._names} for kind in ("device", "into", "out of"))
+        )
+
+    def _errors(self, load: float) -> Any:
+        objective = np.zeros(self._columns)
+        objective[: len(self._tuples)] = (1 - self._top1) / load
+        return objective
+
+    # ---- constraints
+
+    def _conserve(self) -> None:
+        """All tuples make the load; the tuples that take a step are the items that take it somewhere."""
+        self._equalities.add([(i, 1.0) for i in range(len(self._tuples))] + [(self._load, -1.0)], 0.0)
+        takers: dict[Step, list[int]] = {step: [] for step in self._steps}
+        for i, widths in enumerate(self._tuples):
+            for segment, width in enumerate(widths):
+                takers[segment, widths[segment - 1] if segment else None, width].append(i)
+        for step in self._steps:
+            served = [(self._place[name, step], -1.0) for name in self._names]
+            self._equalities.add([(i, 1.0) for i in takers[step]] + served, 0.0)
+
+    def _limit_devices(self) -> None:
+        for i, name in enumerate(self._names):
+            work = [(self._place[name, step], self._seconds[name, step]) for step in self._steps]
+            most, lines = work_and_power(self._facts.servers[name], self._rho)
+            self._rows["device", name] = self._limits.add(work, most)
+            self._limits.add([(j, s / most) for j, s in work] + [(self._busiest, -1.0)], 0.0)
+            for slope, watts in lines:  # power >= slope * work + watts
+                self._limits.add([(j, slope * s) for j, s in work] + [(self._first_power + i, -1.0)], -watts)
+
+    def _limit_links(self) -> None:
+        facts, shape = self._facts, self._facts.shape
+        stay = {key: self._first_stay + i for i, key in enumerate(self._stays)}
+        shared: list[tuple[int, float]] = []
+        for name in self._names:
+            last = shape.segments - 1
+            first_bytes = {0: shape.input_bytes}  # beside the message, by segment: to the server and from it
+            last_bytes = {last: shape.classes * LOGIT_BYTES}
+            down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s[0], 0.0)) for s in self._steps]
+            up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s[0], 0.0)) for s in self._steps]
+            moved_in: list[tuple[int, float]] = []
+            for segment, width, _ in [key for key in self._stays if key[2] == name]:
+                size = float(shape.activation(segment, width))
+                column = stay[segment, width, name]
+                left = [self._place[name, s] for s in self._steps if s[0] == segment and s[2] == width]
+                came = [self._place[name, s] for s in self._steps if s[0] == segment + 1 and s[1] == width]
+                for ends in (left, came):
+                    self._limits.add([(column, 1.0)] + [(j, -1.0) for j in ends], 0.0)
+                up += [(j, size) for j in left] + [(column, -size)]
+                moved_in += [(j, size) for j in came] + [(column, -size)]
+            limit = self._rho * facts.servers[name].bytes_per_s
+            if facts.shared_link:  # a move crosses the one medium once: counted where it leaves
+                shared += down + up
+            else:
+                self._rows["into", name] = self._limits.add(down + moved_in, limit)
+                self._rows["out of", name] = self._limits.add(up, limit)
+        if shared:
+            row = self._limits.add(shared, self._rho * min(s.bytes_per_s for s in facts.servers.values()))
+            self._rows |= {("into", name): row for name in self._names}
+
+    # ---- solving
+
+    def _solve(self, objective: Any, load: float | None, accuracy: float = 0.0) -> Any:
+        solved = self._solved(objective, load, accuracy)
+        return solved.x if solved.success else None
+
+    def _solved(self, objective: Any, load: float | None, accuracy: float = 0.0) -> Any:
+        from scipy.optimize import linprog  # 0.2 s to import, and only this needs it
+        from scipy.sparse import csr_array, vstack
+
+        if self._assembled is None:
+            self._assembled = (*self._equalities.matrix(), *self._limits.matrix())
+        equal, equal_to, limited, limits = self._assembled
+        floor = np.zeros(self._columns)
+        floor[: len(self._tuples)] = accuracy - self._top1
+        bounds = np.zeros((self._columns, 2))
+        bounds[:, 1] = np.inf
+        if load is not None:
+            bounds[self._load] = load
+        return linprog(
+            objective,
+            A_ub=vstack([limited, csr_array(floor[None])]),
+            b_ub=np.append(limits, 0.0),
+            A_eq=equal,
+            b_eq=equal_to,
+            bounds=bounds,
+            method="highs",
+        )
+
+    def _plan(self, x: Any) -> Plan:
+        load = float(x[self._load])
+        least = NOTHING * load
+        tuples = {t: float(x[i]) for i, t in enumerate(self._tuples) if x[i] > least}
+        steps = {place: float(x[j]) for place, j in self._place.items() if x[j] > least}
+        work = dict.fromkeys(self._names, 0.0)
+        for (name, step), rate in steps.items():
+            work[name] += rate * self._seconds[name, step]
+        # Staying is never worse than moving, so as much stays as leaves and comes in one place.
+        stays = {
+            (segment, width, name): min(
+                sum(r for (n, s), r in steps.items() if n == name and (s[0], s[2]) == (segment, width)),
+                sum(r for (n, s), r in steps.items() if n == name and s[:2] == (segment + 1, width)),
+            )
+            for segment, width, name in self._stays
+        }
+        return Plan(
+            load=load,
+            accuracy=float(self._top1 @ x[: len(self._tuples)]) / load,
+            power=float(x[self._first_power : self._busiest].sum()),
+            work=work,
+            tuples=tuples,
+            steps=steps,
+            stays={key: rate for key, rate in stays.items() if rate > least},
+        )
+
+
+class _Rows:
+    """Sparse rows of a constraint matrix with their right sides."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._row: list[int] = []
+        self._column: list[int] = []
+        self._value: list[float] = []
+        self._right: list[float] = []
+
+    def add(self, entries: Sequence[tuple[int, float]], right: float) -> int:
+        """Returns the row's number."""
+        for column, value in entries:
+            self._row.append(len(self._right))
+            self._column.append(column)
+            self._value.append(value)
+        self._right.append(right)
+        return len(self._right) - 1
+
+    def matrix(self) -> tuple[Any, Any]:
+        from scipy.sparse import csr_array
+
+        shape = (len(self._right), self._columns)
+        return csr_array((self._value, (self._row, self._column)), shape=shape), np.array(self._right)
+
+
+def seconds_per_item(server: ServerFacts, segment: int, previous_width: Width | None, width: Width) -> float:
+    """Device time of an item at the batch size that is best per item, the device shared as well as it can be."""
+    least = min(server.latency.seconds(segment, previous_width, width, b) / b for b in range(1, server.max_batch + 1))
+    sharing = server.profile.sharing[: server.concurrency]
+    return server.slowdown * least / max(sharing)
+
+
+def work_and_power(server: ServerFacts, rho: float) -> tuple[float, list[tuple[float, float]]]:
+    """The most work per second at utilisation up to rho, and the lines (slope, watts at 0) that power stays above.
+
+    A device that is busy for a share u of the time does u / slowdown(u) seconds of work as if it were at rest.
+    """
+    profile = server.profile
+    busy = sorted({*np.linspace(0.0, rho, CURVE_STEPS + 1).tolist(), *(x for x in profile.slowdown.x if 0 <= x <= rho)})
+    points = [(u / profile.slowdown(u), profile.power(u)) for u in busy]
+    most = max(points)[0]
+    hull: list[tuple[float, float]] = []
+    for point in sorted(points):
+        while len(hull) > 1 and _turn(hull[-2], hull[-1], point) <= 0:
+            hull.pop()
+        if hull and point[0] - hull[-1][0] < 1e-12:
+            continue  # the same work at more power
+        hull.append(point)
+    lines = [((y1 - y0) / (x1 - x0), x0, y0) for (x0, y0), (x1, y1) in pairwise(hull)]
+    return most, _simplified([(slope, y - slope * x) for slope, x, y in lines])
+
+
+def _turn(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> float:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+def _simplified(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without lines that are the same but for rounding."""
+    kept: list[tuple[float, float]] = []
+    for slope, watts in lines:
+        if not kept or abs(slope - kept[-1][0]) > 1e-6 * max(1.0, abs(slope)):
+            kept.append((slope, watts))
+    return kept

@@ -1,0 +1,1 @@
+"""The live host of one process."""

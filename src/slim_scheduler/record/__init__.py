@@ -1,0 +1,1 @@
+"""The one event record of a run, and everything that derives from it."""

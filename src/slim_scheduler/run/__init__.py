@@ -1,0 +1,1 @@
+"""Whole runs: one run into its folder, comparisons, and the bound."""

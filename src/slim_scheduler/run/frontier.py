@@ -1,0 +1,153 @@
+"""The bound that `slim frontier` prints and comparisons are measured against: the linear program, for many loads.
+
+It puts a configuration's cluster and a measured accuracy table into the linear program and reads off points: the
+highest mean accuracy at a load with the least energy there, the energy at lower accuracies, and how far a run is from
+them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.profile import Profile
+from slim_scheduler.core.router.plan.program import Plan, PlanProgram
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Joules, ServerName
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
+
+LOAD_STEPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # of the highest load, where nobody names others
+
+
+class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What any router can hold at a load. Accuracy, energy and plan are None where the load cannot be carried."""
+
+    load_items_s: float
+    max_load_items_s: float
+    plan: Plan | None
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.plan is None else self.plan.accuracy
+
+    @property
+    def energy_per_item_j(self) -> Joules | None:
+        return None if self.plan is None else self.plan.energy_per_item
+
+    def to_json(self) -> dict[str, Any]:
+        """The point; its plan as shares of the items by segment, then by "server@width"."""
+        shares = None
+        if self.plan is not None:
+            shares = [
+                {f"{server}@{width:g}": round(share, 6) for (server, width), share in sorted(by.items())}
+                for _, by in sorted(self.plan.shares().items())
+            ]
+        return {
+            "load_items_s": self.load_items_s,
+            "accuracy": self.accuracy,
+            "energy_per_item_j": self.energy_per_item_j,
+            "max_load_items_s": self.max_load_items_s,
+            "shares": shares,
+        }
+
+
+def program(
+    config: Config, shape: ModelShape, profiles: dict[ServerName, Profile], accuracy: AccuracyTable, rho: float = 1.0
+) -> PlanProgram:
+    """The linear program of a configured cluster. Raises InputError."""
+    return PlanProgram(router_facts(config, shape, profiles), accuracy, rho)
+
+
+def frontier(
+    config: Config,
+    shape: ModelShape,
+    profiles: dict[ServerName, Profile],
+    accuracy: AccuracyTable,
+    loads: Sequence[float] = (),
+    *,
+    rho: float = 1.0,
+    levels: int = 1,
+) -> list[FrontierPoint]:
+    """Points at `loads` (items per second; none: shares of the highest), ascending in accuracy within a load.
+
+    Every device and link is at most `rho` busy. `levels` above 1 adds the least energy at that many accuracies, evenly
+    from what the least energy of all buys up to the best. Raises ConfigError for a load that is not above 0.
+    """
+    asked = program(config, shape, profiles, accuracy, rho)
+    most = asked.max_load()
+    points = []
+    for load in loads or [share * most for share in LOAD_STEPS]:
+        if not load > 0:
+            raise ConfigError(f"load {load:g} must be above 0 items per second; this cluster carries up to {most:.0f}")
+        plans = list(_plans(asked, load, levels))
+        points += [_point(load, most, plan) for plan in plans] or [_point(load, most, None)]
+    return points
+
+
+def _plans(asked: PlanProgram, load: float, levels: int) -> Iterable[Plan]:
+    best = asked.most_accurate(load)
+    if best is None:
+        return
+    cheapest = asked.least_power(load, 0.0) if levels > 1 else None
+    if cheapest is not None and best.accuracy - cheapest.accuracy > 1e-6:
+        yield cheapest
+        for step in range(1, levels - 1):
+            at = cheapest.accuracy + (best.accuracy - cheapest.accuracy) * step / (levels - 1)
+            plan = asked.least_power(load, at)
+            if plan is not None:
+                yield plan
+    yield best
+
+
+def _point(load: float, most: float, plan: Plan | None) -> FrontierPoint:
+    return FrontierPoint(load_items_s=load, max_load_items_s=most, plan=plan)
+
+
+class Distance(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is from the bound at the load it carried. None where the bound says nothing.
+
+    `accuracy`: points below the best that could have been held; `energy`: its energy per item over the least at the
+    accuracy it had, minus 1.
+    """
+
+    load_items_s: float
+    accuracy: float | None
+    energy: float | None
+
+
+def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
+    """A run's distance from the bound, by its summary: at its throughput, not its arrivals."""
+    load = summary["throughput_items_s"] or 0.0
+    best = asked.most_accurate(load) if load > 0 else None
+    had, used = summary["accuracy"], summary["energy_per_item_j"]
+    if best is None or had is None:
+        return Distance(load_items_s=load, accuracy=None, energy=None)
+    cheapest = asked.least_power(load, min(had, best.accuracy)) if used is not None else None
+    return Distance(
+        load_items_s=load,
+        accuracy=best.accuracy - had,
+        energy=None if cheapest is None else used / cheapest.energy_per_item - 1,
+    )
+
+
+def distances(config: Config, summaries: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Distance]:
+    """Every router's distance, by the means of its runs. Raises InputError without profiles or accuracy table."""
+    from slim_scheduler.setup.accuracy_files import read_accuracy
+
+    shape = load_shape(config)
+    accuracy = read_accuracy(Path(config.model.path))
+    asked = program(config, shape, load_profiles(config, shape), accuracy)
+    keys = ("throughput_items_s", "accuracy", "energy_per_item_j")
+    return {
+        router: distance(asked, {key: _mean([run[key] for run in runs]) for key in keys})
+        for router, runs in summaries.items()
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,0 +1,123 @@
+"""One run from its configuration to its folder: `record.parquet`, `summary.json`, `config.toml`.
+
+Puts host, judge, recorder and summary together, for simulated and live runs alike. An interrupted run is written as
+far as it came, and its summary says so.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.types import ItemId, WidthTuple
+from slim_scheduler.record.recorder import Recorder, RunInfo, read_record
+from slim_scheduler.record.summary import summarize
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.interruption import Interruption, deferred, sigterm_as_ctrl_c
+
+Progress = Callable[[float], None]  # share of the run in [0, 1]
+
+
+def simulated_run(
+    config: Config,
+    router: str,
+    seed: int,
+    out: Path,
+    progress: Progress | None = None,
+    interruption: Interruption | None = None,
+) -> dict[str, Any]:
+    """Simulates the configured workload and writes the run's folder; returns the summary.
+
+    `interruption` is for callers that watch for signals themselves. Raises InputError.
+    """
+    if interruption is None:
+        with deferred() as own:
+            return simulated_run(config, router, seed, out, progress, own)
+    from slim_scheduler.setup.workload import generate
+    from slim_scheduler.sim.host import Simulation
+
+    accuracy = accuracy_table(config)
+    arrivals = generate(config.workload, seed, accuracy.items if accuracy else 1)
+    samples = arrivals.samples.tolist()
+    verdicts: dict[WidthTuple, list[bool]] = {}
+
+    def judge(item: ItemId, widths: WidthTuple) -> bool | None:
+        if accuracy is None:
+            return None
+        if widths not in verdicts:
+            verdicts[widths] = accuracy.correct(widths).tolist()
+        return bool(verdicts[widths][samples[item]])
+
+    def step(share: float) -> None:
+        interruption.check()
+        if progress is not None:
+            progress(share)
+
+    recorder = Recorder(config.record.level, judge)
+    simulation = Simulation(config, router, seed, recorder=recorder, arrivals=arrivals)
+    interrupted = False
+    try:
+        simulation.run(step)
+    except KeyboardInterrupt:
+        interrupted = True
+    info = RunInfo(
+        mode="simulated",
+        router=router,
+        seed=seed,
+        ended_at=simulation.agenda.now,
+        interrupted=interrupted,
+        machine="simulated",
+    )
+    return _write(out, config, recorder, info, accuracy)
+
+
+def live_run(config: Config, router: str, seed: int, out: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Runs the workload on this machine's devices and writes the run's folder; returns the summary."""
+    from slim_scheduler.engine.bench import bench
+
+    def share(done: float, of: float) -> None:
+        if progress is not None:
+            progress(min(done / of, 1.0))
+
+    with sigterm_as_ctrl_c():
+        run = bench(config, router, seed, progress=share)
+    return _write(out, config, run.recorder, run.info, accuracy_table(config))
+
+
+def accuracy_table(config: Config) -> AccuracyTable | None:
+    """The model's table of right and wrong test items, None where nobody measured one. Raises DataError."""
+    path = Path(config.model.path) / TABLE_FILES["test"]
+    return read_accuracy(path) if path.exists() else None
+
+
+def _write(
+    out: Path, config: Config, recorder: Recorder, info: RunInfo, accuracy: AccuracyTable | None
+) -> dict[str, Any]:
+    import tomli_w
+
+    out.mkdir(parents=True, exist_ok=True)
+    recorder.write(out / "record.parquet", info)
+    ran = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=info.router))
+    (out / "config.toml").write_text(tomli_w.dumps(_without_none(msgspec.to_builtins(ran))))
+    summary = summarize(read_record(out, payloads=False), config, accuracy)
+    write_json(out / "summary.json", summary)
+    return summary
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON under its name only when it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def _without_none(tree: Any) -> Any:
+    """TOML has no null: a key without a value is left out, and reads as its default again."""
+    if isinstance(tree, dict):
+        return {key: _without_none(value) for key, value in tree.items() if value is not None}
+    return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree

@@ -1,0 +1,110 @@
+"""From an answer to the body of an infer response: JSON, with binary tensors after it where the client asked.
+
+The response's parameters say what was decided and what it cost. The gRPC front shares `labels_of` and
+`cost_of`.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slim_scheduler.core.types import ItemOutcome, WidthTuple
+from slim_scheduler.serve.decode import InferenceCall
+from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the engine gave for a call: logits `(items, classes)` float32, each item's end, where its energy was read,
+    and which constraint was given up because the client preferred an answer."""
+
+    logits: np.ndarray[Any, Any]
+    items: tuple[ItemOutcome, ...]
+    energy_source: str = "none"
+    unmet: str = ""
+
+
+def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple[bytes, int | None]:
+    """The response's body, and the length of its JSON part where binary tensors follow (else None)."""
+    outputs: list[dict[str, Any]] = []
+    tail: list[bytes] = []
+    logits = answer.logits
+    for form in call.outputs:
+        output: dict[str, Any] = {"name": OUTPUT}
+        if form.classification:
+            labels = labels_of(logits, form.classification, card)
+            output["datatype"] = "BYTES"
+            output["shape"] = [len(labels), len(labels[0])]
+            if form.binary:
+                tail.append(pack_strings(labels))
+            else:
+                output["data"] = [label for row in labels for label in row]
+        else:
+            output["datatype"] = "FP32"
+            output["shape"] = logits.shape
+            if form.binary:
+                tail.append(logits.tobytes())
+            else:
+                output["data"] = logits.ravel().tolist()
+        if form.binary:
+            output["parameters"] = {"binary_data_size": len(tail[-1])}
+        outputs.append(output)
+    response: dict[str, Any] = {"model_name": card.name, "model_version": VERSION}
+    if call.request_id:
+        response["id"] = call.request_id
+    response["parameters"] = cost_of(answer)
+    response["outputs"] = outputs
+    head = _encode(response)
+    if not tail:
+        return head, None
+    return b"".join((head, *tail)), len(head)
+
+
+def cost_of(answer: Answer) -> dict[str, str | float]:
+    """The response parameters: widths and servers per segment, times in ms, energy.
+
+    Items that went different ways are separated by `;`. Times are the slowest item's, energy the sum of all, and left
+    out where no device says.
+    """
+    items = answer.items
+    energy = [item.energy_j for item in items if item.energy_j is not None]
+    cost: dict[str, str | float] = {
+        "widths": _either([spelled(item.widths) for item in items]),
+        "servers": _either([",".join(item.servers) for item in items]),
+        "queue_ms": round(max([item.queue_s for item in items]) * 1e3, 3),
+        "compute_ms": round(max([item.compute_s for item in items]) * 1e3, 3),
+        "energy_source": answer.energy_source if energy else "none",
+    }
+    if energy:
+        cost["energy_j"] = sum(energy)
+    if answer.unmet:
+        cost["unmet"] = answer.unmet
+    return cost
+
+
+@lru_cache(4096)
+def spelled(widths: WidthTuple) -> str:
+    """A width tuple as text, `0.25,0.5,0.75,1`."""
+    return ",".join([f"{width:g}" for width in widths])
+
+
+def labels_of(logits: np.ndarray[Any, Any], count: int, card: ModelCard) -> list[list[str]]:
+    """The classification extension: per item the `count` highest logits as `value:index[:label]`."""
+    best = np.argsort(-logits, axis=1, kind="stable")[:, : min(count, logits.shape[1])]
+    return [
+        [f"{row[i]:f}:{i}:{card.labels[i]}" if card.labels else f"{row[i]:f}:{i}" for i in order]
+        for row, order in zip(logits, best, strict=True)
+    ]
+
+
+def pack_strings(rows: list[list[str]]) -> bytes:
+    """BYTES elements on the wire: each a little-endian length and the text."""
+    texts = [text.encode() for row in rows for text in row]
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def _either(per_item: list[str]) -> str:
+    return per_item[0] if len(set(per_item)) == 1 else ";".join(per_item)

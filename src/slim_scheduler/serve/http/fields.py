@@ -1,0 +1,51 @@
+"""What the fields of a request's head say, and what they allow an answer to be."""
+
+import re
+import zlib
+
+from slim_scheduler.serve.http.known import HeaderMap
+from slim_scheduler.serve.http.reply import Field
+from slim_scheduler.serve.refusal import invalid, quote
+
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
+MOST_DIGITS = 18
+
+
+def whole_number(headers: HeaderMap, name: bytes) -> int | None:
+    """A field's value; None where there is no such field. Raises Refusal."""
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or len(text) > MOST_DIGITS:
+        raise invalid(f"{name.decode().title()} is {quote(text.decode('latin-1'))}; it must be a whole number")
+    return int(text)
+
+
+def traceparent(headers: HeaderMap) -> str:
+    """The W3C trace context; empty where there is none that is valid."""
+    trace = headers.get(b"traceparent", b"")
+    return trace.decode() if trace and TRACEPARENT.fullmatch(trace) else ""
+
+
+def check_repeats(fields: list[Field]) -> None:
+    """Two different answers to one question are how requests are smuggled past a check. Raises Refusal."""
+    for name in (b"host", b"content-length", b"inference-header-content-length", b"authorization", b"origin"):
+        if sum(field == name for field, _ in fields) > 1:
+            raise invalid(f"the header {name.decode()} is given twice; send it once")
+
+
+def compressed(body: bytes, headers: HeaderMap, fields: list[Field]) -> bytes:
+    """An answer's body as the client accepts it; adds the field that says how."""
+    if len(body) < SMALLEST_COMPRESSED:
+        return body
+    accepted = headers.get(b"accept-encoding", b"")
+    if b"gzip" in accepted:
+        fields.append((b"content-encoding", b"gzip"))
+        stream = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
+    elif b"deflate" in accepted:
+        fields.append((b"content-encoding", b"deflate"))
+        stream = zlib.compressobj(1)
+    else:
+        return body
+    return stream.compress(body) + stream.flush()

@@ -1,0 +1,141 @@
+"""What a client asked for beyond an answer: the request parameters of ours and of the schedule-policy extension, and
+the form of the outputs.
+
+One function turns the parameters of HTTP or gRPC into an `Asked`; it refuses what has no meaning and never guesses.
+Whether the ask can be met is the service's question.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from slim_scheduler.core.types import Seconds, WidthTuple
+from slim_scheduler.serve.metadata import ModelCard
+from slim_scheduler.serve.refusal import invalid, quote
+
+Parameter = bool | int | float | str | list[float] | None
+
+LONGEST_DEADLINE_S = 24 * 3600.0
+LOWEST_PRIORITY = 1000
+SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+
+
+class Asked(msgspec.Struct, frozen=True, gc=False):
+    """The constraints of one request.
+
+    `deadline` is a duration from the request's arrival. `unmet` says what to do with a floor or widths that cannot be
+    had: refuse, or answer as near as possible and say so. `replaced`: `widths` are the nearest to what was asked.
+    """
+
+    deadline: Seconds | None = None
+    accuracy_floor: float | None = None
+    widths: WidthTuple | None = None
+    priority: int = 0
+    unmet: Literal["refuse", "answer"] = "refuse"
+    replaced: bool = False
+
+
+class OutputForm(msgspec.Struct, frozen=True, gc=False):
+    """How one output goes back: `classification` is how many labels instead of logits, 0 for logits; `binary`, after
+    the JSON as bytes."""
+
+    classification: int = 0
+    binary: bool = False
+
+
+NOTHING_ASKED = Asked()
+
+
+def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
+    """The constraints in a request's parameters. Raises Refusal naming the parameter and its range."""
+    if not parameters:
+        return NOTHING_ASKED
+    for name in SEQUENCES:
+        if parameters.get(name):
+            raise invalid(f"{name} is set, but {card.name} keeps no state between requests; leave it out")
+    unmet = parameters.get("unmet", "refuse")
+    if unmet not in ("refuse", "answer"):
+        raise invalid(f"unmet is {quote(unmet)}; it must be refuse or answer")
+    widths = _widths(parameters, card)
+    served = widths if widths is None or unmet == "refuse" else _nearest(widths, card)
+    for width in served or ():
+        if width not in card.widths:
+            available = ", ".join(f"{width:g}" for width in card.widths)
+            raise invalid(f"width {width:g} is not served; available: {available}")
+    return Asked(
+        deadline=_deadline(parameters),
+        accuracy_floor=_number(parameters, "accuracy_floor", 0.0, 1.0),
+        widths=served,
+        priority=int(_whole(parameters, "priority", LOWEST_PRIORITY) or 0),
+        unmet=unmet,  # type: ignore[arg-type]
+        replaced=served != widths,
+    )
+
+
+def _deadline(parameters: Mapping[str, Parameter]) -> Seconds | None:
+    """The nearer of `deadline_ms` and Triton's `timeout` in microseconds (0: none)."""
+    found = []
+    deadline_ms = _number(parameters, "deadline_ms", 0.0, LONGEST_DEADLINE_S * 1e3)
+    if deadline_ms is not None:
+        if deadline_ms == 0.0:
+            raise invalid("deadline_ms is 0; it must be above 0, or left out for no deadline")
+        found.append(deadline_ms * 1e-3)
+    timeout_us = _whole(parameters, "timeout", int(LONGEST_DEADLINE_S * 1e6))
+    if timeout_us:
+        found.append(timeout_us * 1e-6)
+    return min(found, default=None)
+
+
+def _widths(parameters: Mapping[str, Parameter], card: ModelCard) -> WidthTuple | None:
+    one, several = parameters.get("width"), parameters.get("widths")
+    if one is None and several is None:
+        return None
+    if one is not None and several is not None:
+        raise invalid("width and widths are both set; give width for all segments, or widths with one per segment")
+    if one is not None:
+        widths = (_finite("width", one),) * card.segments
+    elif isinstance(several, list):
+        widths = tuple(_finite("widths", value) for value in several)
+    else:
+        text = str(several)
+        widths = tuple(_finite("widths", part) for part in text[:1024].replace("/", ",").split(","))
+    if len(widths) != card.segments:
+        raise invalid(f"widths has {len(widths)} values; {card.name} has {card.segments} segments and needs one each")
+    return widths
+
+
+def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:
+    return tuple([min(card.widths, key=lambda served, asked=asked: abs(served - asked)) for asked in widths])  # type: ignore[misc]
+
+
+def _number(parameters: Mapping[str, Parameter], name: str, low: float, high: float) -> float | None:
+    value = parameters.get(name)
+    if value is None:
+        return None
+    number = _finite(name, value)
+    if not low <= number <= high:
+        raise invalid(f"{name} is {number:g}; it must be from {low:g} to {high:g}")
+    return number
+
+
+def _whole(parameters: Mapping[str, Parameter], name: str, high: int) -> int | None:
+    number = _number(parameters, name, 0, high)
+    if number is not None and number != int(number):
+        raise invalid(f"{name} is {number:g}; it must be a whole number")
+    return None if number is None else int(number)
+
+
+def _finite(name: str, value: object) -> float:
+    """A number, or its text (older gRPC stubs can send no floating-point parameter)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise invalid(f"{name} is {quote(value)}; it must be a number")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise invalid(f"{name} is {quote(value)}; it must be a number") from None
+    if not math.isfinite(number):
+        raise invalid(f"{name} is {number}; it must be finite")
+    return number

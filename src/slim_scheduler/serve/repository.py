@@ -1,0 +1,240 @@
+"""The models that are served: loaded by name from one folder, swapped without losing a request.
+
+A swap starts the new engine beside the old one, then points to it, then lets the old one finish what it holds; a
+folder or policy that does not load leaves the old one as it is. Names come from requests, so they are checked against
+what the folder holds and never become a path of their own.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import DataError
+from slim_scheduler.core.types import Outcome
+from slim_scheduler.serve.http.known import Templates
+from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
+from slim_scheduler.serve.observer import Observer
+from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.config import Config, ModelConfig
+from slim_scheduler.setup.machines import load_shape
+
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import SlimEngine
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# Routers that need no file. `jsq@RUN_DIR` and `ppo:PATH` name files and are for the command line only.
+ROUTER = re.compile(r"random|slackfit|reward-greedy|lp|(round-robin|jsq|p2c|cost-model):(random|[0-9./]{1,64})")
+POLICY = re.compile(r"ppo:([A-Za-z0-9][A-Za-z0-9_.-]{0,63})")
+
+
+Build = Callable[[Config, Observer], "SlimEngine"]
+Counts = dict[str, dict[str, int]]
+
+
+class Served:
+    """One loaded model: its card, its engine, and engines of before that still finish their requests."""
+
+    def __init__(self, card: ModelCard, config: Config, engine: "SlimEngine", observer: Observer) -> None:
+        self.card = card
+        self.config = config
+        self.engine = engine
+        self.observer = observer
+        self.accuracy = _accuracy(Path(config.model.path))
+        self.templates = Templates()
+        self.finishing: list[SlimEngine] = []
+        self._past: Counts = {}
+        self._refused = {"requests": 0, "items": 0}
+
+    def counts(self) -> Counts:
+        """Totals of requests and items by outcome, over all engines of this model."""
+        total = {unit: dict(row) for unit, row in self._past.items()}
+        for engine in (self.engine, *self.finishing):
+            _add(total, engine.counts)
+        _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused.items()})
+        return total
+
+    def count_refused(self, items: int, seconds: float) -> None:
+        """A request was refused before an engine heard of it, so long after it was read."""
+        self._refused["requests"] += 1
+        self._refused["items"] += items
+        self.observer.finished(Outcome.REJECTED, seconds, 0.0)
+
+    def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
+        """Serves new requests with another engine; returns the old one, which must be retired."""
+        old, self.engine, self.config, self.card = self.engine, engine, config, card
+        self.accuracy = _accuracy(Path(config.model.path))
+        self.templates = Templates()
+        self.finishing.append(old)
+        return old
+
+    async def retire(self, old: "SlimEngine", grace_s: float) -> None:
+        """Lets an old engine finish what it has, for up to `grace_s`."""
+        await old.stop(grace_s)
+        _add(self._past, old.counts)
+        self.finishing.remove(old)
+
+
+class Repository:
+    """All models of one folder. `build` makes an engine for a configuration, not yet started."""
+
+    def __init__(self, config: Config, build: Build, layout: Layout = "NCHW", max_items: int = 4096) -> None:
+        model = Path(config.model.path)
+        self.folder = model.parent
+        self.policies = _policy_folder(config)
+        self.served: dict[str, Served] = {}
+        self.reasons: dict[str, str] = {}
+        self.first = model.name
+        self._config = config
+        self._build = build
+        self._layout: Layout = layout
+        self._max_items = max_items
+        self._changing = asyncio.Lock()
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def check_first(self) -> None:
+        """Raises CheckpointError, with the path, when the configured model is not there."""
+        load_shape(self._config)
+
+    def find(self, name: str, version: str = "") -> Served:
+        """A loaded model. Raises Refusal: 404 for an unknown name or version, 503 while it is not loaded."""
+        served = self.served.get(name)
+        if served is None:
+            if name in self.names():
+                raise Refusal(Kind.UNAVAILABLE, f"model {quote(name)} is not loaded", 1.0)
+            known = ", ".join(self.served) or "none"
+            raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} does not exist; loaded: {known}")
+        if version and version != VERSION:
+            raise Refusal(Kind.NOT_FOUND, f"version {quote(version)} of {name} does not exist; available: {VERSION}")
+        return served
+
+    def names(self) -> list[str]:
+        """The folder's models, loaded or not."""
+        return sorted(
+            path.parent.name for path in self.folder.glob("*/manifest.json") if NAME.fullmatch(path.parent.name)
+        )
+
+    def index(self) -> list[dict[str, str]]:
+        """The repository index of the protocol."""
+        rows = []
+        for name in self.names():
+            row = {"name": name, "version": VERSION, "state": "READY" if name in self.served else "UNAVAILABLE"}
+            row["reason"] = self.reasons.get(name, "" if name in self.served else "not loaded")
+            rows.append(row)
+        return rows
+
+    async def load(self, name: str, grace_s: float = 30.0) -> None:
+        """Loads a model, or loads it again from its folder. Raises Refusal and keeps what was served when it cannot."""
+        if name not in self.names():
+            raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} is not in the model folder; there: {self._there()}")
+
+        def again(served: Served | None) -> Config:
+            router = self._config.router if served is None else served.config.router
+            model = ModelConfig(path=str(self.folder / name))
+            return msgspec.structs.replace(self._config, model=model, router=router)
+
+        await self._change(name, again, grace_s)
+
+    async def set_router(self, name: str, router: str, grace_s: float = 30.0) -> None:
+        """Another policy for a loaded model, by name. Raises Refusal and keeps the old one when it cannot be used."""
+        policy = POLICY.fullmatch(router)
+        if policy:
+            if not (self.policies / policy[1]).is_dir():
+                there = ", ".join(sorted(p.name for p in self.policies.glob("*") if p.is_dir())) or "none"
+                raise Refusal(Kind.NOT_FOUND, f"policy {policy[1]} does not exist; available: {there}")
+            router = f"ppo:{self.policies / policy[1]}"
+        elif not ROUTER.fullmatch(router):
+            raise invalid(f"router {quote(router)} is not known; give ppo:NAME or a baseline such as jsq:0.5")
+
+        def routed(_: Served | None) -> Config:
+            config = self.find(name).config
+            return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=router))
+
+        self.find(name)
+        await self._change(name, routed, grace_s)
+
+    async def unload(self, name: str, grace_s: float = 30.0) -> None:
+        """Stops serving a model after the requests it has. Raises Refusal when it is not loaded."""
+        async with self._changing:
+            served = self.served.pop(name, None)
+        if served is None:
+            raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} is not loaded; loaded: {', '.join(self.served)}")
+        await served.engine.stop(grace_s)
+
+    async def close(self, grace_s: float) -> None:
+        """Stops every engine within the grace time."""
+        async with self._changing:
+            served, self.served = self.served, {}
+            self._closed = True
+        await asyncio.gather(*(one.engine.stop(grace_s) for one in served.values()), *self._stopping)
+
+    async def _change(self, name: str, change: Callable[[Served | None], Config], grace_s: float) -> None:
+        """`change` says what to serve instead of what is served when its turn has come. Raises Refusal."""
+        async with self._changing:
+            if self._closed:
+                raise Refusal(Kind.UNAVAILABLE, "the server is stopping", 1.0)
+            served = self.served.get(name)
+            config = change(served)
+            observer = served.observer if served else Observer()
+            try:
+                card = read_card(Path(config.model.path), self._layout, self._max_items)
+                # Reads weights and builds slices: too long for the event loop that answers requests.
+                engine = await asyncio.to_thread(self._build, config, observer)
+                await engine.start()
+            except Exception as error:  # whatever is wrong with a file, what was served before goes on
+                self.reasons[name] = quote(error, 300)
+                log.warning("model %s was not changed: %s", name, error)
+                raise invalid(f"{name} was not changed: {quote(error, 300)}") from error
+            self.reasons.pop(name, None)
+            log.info("model %s now serves with router %s", name, config.router.name)
+            if served is None:
+                self.served[name] = Served(card, config, engine, observer)
+                return
+            old = served.point_to(engine, config, card)
+            task = asyncio.create_task(served.retire(old, grace_s))
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    def _there(self) -> str:
+        return ", ".join(self.names()) or "none"
+
+
+def read_card(folder: Path, layout: Layout, max_items: int) -> ModelCard:
+    """A model's card from its manifest. Raises CheckpointError."""
+    shape = load_shape(Config(model=ModelConfig(path=str(folder))))
+    labels = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=_Labels).classes
+    card = card_of(shape, labels if len(labels) == shape.classes else (), layout, max_items)
+    return msgspec.structs.replace(card, name=folder.name)
+
+
+class _Labels(msgspec.Struct):
+    classes: tuple[str, ...] = ()
+
+
+def _accuracy(folder: Path) -> AccuracyTable | None:
+    """What the model's widths are expected to get right; None where nobody measured it."""
+    try:
+        return read_accuracy(folder)
+    except DataError:
+        return None
+
+
+def _policy_folder(config: Config) -> Path:
+    kind, _, path = config.router.name.partition(":")
+    return Path(path).parent if kind == "ppo" else Path("policies")
+
+
+def _add(total: Counts, more: Counts) -> None:
+    for unit, row in more.items():
+        into = total.setdefault(unit, {})
+        for key, count in row.items():
+            into[key] = into.get(key, 0) + count

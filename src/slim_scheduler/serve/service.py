@@ -1,0 +1,241 @@
+"""What HTTP and gRPC both call: one inference, the state of the server, and its statistics.
+
+Owns readiness, draining, and the meeting of constraints; turns the engine's outcomes into answers and refusals. It
+knows no transport.
+"""
+
+import asyncio
+import contextlib
+import time
+from enum import Enum
+from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slim_scheduler.core.errors import ConfigError, InputError
+from slim_scheduler.core.types import Outcome
+from slim_scheduler.serve.decode import InferenceCall
+from slim_scheduler.serve.encode import Answer, spelled
+from slim_scheduler.serve.metadata import PLATFORM, VERSION
+from slim_scheduler.serve.parameters import Asked
+from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.serve.repository import Repository, Served
+from slim_scheduler.serve.tracing import Trace
+
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import InferenceResult
+
+EXTENSIONS = (
+    "classification",
+    "model_configuration",
+    "model_repository",
+    "schedule_policy",
+    "statistics",
+    "binary_tensor_data",
+    "parameters",
+)
+
+
+class State(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Service:
+    """The server's side of the protocol, without the wire."""
+
+    def __init__(self, repository: Repository, name: str = PLATFORM, trace: Trace | None = None) -> None:
+        self._trace = trace
+        self.repository = repository
+        self.name = name
+        self.version = installed_version("slim-scheduler")
+        self.state = State.STARTING
+        self.started = time.monotonic()
+        self.in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- inference
+
+    async def infer(
+        self, served: Served, call: InferenceCall, traceparent: str = "", arrived: float | None = None
+    ) -> Answer:
+        """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
+
+        Raises Refusal for every outcome but an answer.
+        """
+        if self.state is not State.SERVING or not served.engine.running:
+            raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
+        self.in_flight += 1
+        self._idle.clear()
+        now = time.monotonic()
+        began = now if arrived is None else arrived
+        outcome = Outcome.CANCELLED
+        try:
+            result, unmet = await _run(served, call, now - began)
+            outcome = result.outcome
+            if outcome is not Outcome.ANSWERED:
+                raise _refusal(outcome, result.reason, result.retry_after)
+            self._account(served, result.items)
+            assert result.logits is not None
+            return Answer(result.logits, result.items, _energy_source(served, result.items), unmet)
+        finally:
+            now = time.monotonic()
+            served.observer.finished(outcome, now - began, now)
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+            if self._trace is not None:
+                attributes: dict[str, str | int | float] = {
+                    "slim.model": served.card.name,
+                    "slim.items": len(call.items),
+                    "slim.outcome": outcome,
+                }
+                status = 200 if outcome is Outcome.ANSWERED else int(Kind.UNAVAILABLE)
+                self._trace(traceparent, now - began, status, attributes)
+
+    def _account(self, served: Served, items: Any) -> None:
+        table, observer = served.accuracy, served.observer
+        for item in items:
+            accuracy = None if table is None else table.top1(item.widths)
+            observer.item(spelled(item.widths), item.queue_s, item.compute_s, item.energy_j, accuracy)
+
+    # ---- state
+
+    @property
+    def ready(self) -> bool:
+        """Ready means that an inference sent now would be served."""
+        return (
+            self.state is State.SERVING
+            and bool(self.repository.served)
+            and all(servable(served) for served in self.repository.served.values())
+        )
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        return self.state is State.SERVING and servable(self.repository.find(name, version))
+
+    async def start(self) -> None:
+        """Loads the configured model; ready when this returns. Raises InputError's kinds when it cannot be served."""
+        self.repository.check_first()
+        try:
+            await self.repository.load(self.repository.first)
+        except Refusal as refusal:
+            raise ConfigError(refusal.message) from None
+        self.state = State.SERVING
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new work, waits for what is in flight, stops the engines. Takes at most about `grace_s`."""
+        self.state = State.DRAINING
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        await self.repository.close(max(0.0, grace_s - (time.monotonic() - began)))
+
+    # ---- documents
+
+    def metadata(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version, "extensions": list(EXTENSIONS)}
+
+    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
+        """The statistics extension's object, for one model or all."""
+        chosen = [self.repository.find(name, version)] if name else list(self.repository.served.values())
+        return {"model_stats": [_statistics(served) for served in chosen]}
+
+
+def servable(served: Served) -> bool:
+    """Whether some server of the model's engine is up."""
+    return any(view.up for view in served.engine.servers.values())
+
+
+async def _run(served: Served, call: InferenceCall, waited: float) -> "tuple[InferenceResult, str]":
+    """The engine's result, and which constraint was given up because the client preferred an answer."""
+    asked = call.asked
+    if asked.deadline is not None:
+        asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
+    result = await _ask(served, call, asked)
+    if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
+        if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
+            widest = (max(served.card.widths),) * served.card.segments
+            nearest = msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest)
+            return await _ask(served, call, nearest), "accuracy_floor"
+        if asked.widths is not None:
+            return await _ask(served, call, msgspec.structs.replace(asked, widths=None)), "widths"
+    return result, "widths" if asked.replaced else ""
+
+
+async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceResult":
+    try:
+        return await served.engine.infer(
+            call.items,
+            deadline_s=asked.deadline,
+            priority=asked.priority,
+            widths=asked.widths,
+            accuracy_floor=asked.accuracy_floor,
+        )
+    except InputError as error:
+        raise invalid(quote(error, 300)) from error
+
+
+def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusal:
+    if outcome is Outcome.REJECTED and retry_after is None:
+        return invalid(f"cannot be met: {quote(reason, 300)}")
+    if outcome is Outcome.EXPIRED:
+        return Refusal(Kind.UNAVAILABLE, f"not done by its deadline: {quote(reason, 300)}", retry_after or 1.0)
+    return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)
+
+
+def _energy_source(served: Served, items: Any) -> str:
+    names = {server for item in items if item.energy_j is not None for server in item.servers}
+    if not names:
+        return "none"
+    views = served.engine.servers
+    sources = {
+        view.report.energy_source for name in names if (view := views.get(name)) is not None and view.report is not None
+    }
+    return "+".join(sorted(sources)) or "none"
+
+
+def _statistics(served: Served) -> dict[str, Any]:
+    observer = served.observer
+    items = served.counts()["items"]
+    requests = served.counts()["requests"]
+    answered = observer.request_seconds[Outcome.ANSWERED]
+    failed = [h for outcome, h in observer.request_seconds.items() if outcome is not Outcome.ANSWERED]
+
+    def duration(count: int, seconds: float) -> dict[str, int]:
+        return {"count": count, "ns": int(seconds * 1e9)}
+
+    return {
+        "name": served.card.name,
+        "version": VERSION,
+        "last_inference": int((time.time() - time.monotonic() + observer.recent[-1][0]) * 1e3)
+        if observer.recent
+        else 0,
+        "inference_count": items["answered"],
+        "execution_count": sum(observer.executions.values()),
+        "inference_stats": {
+            "success": duration(requests["answered"], answered.total),
+            "fail": duration(sum(sum(h.buckets) for h in failed), sum(h.total for h in failed)),
+            "queue": duration(observer.items_answered, observer.queue_seconds),
+            "compute_input": duration(observer.items_answered, 0.0),
+            "compute_infer": duration(observer.items_answered, observer.compute_seconds),
+            "compute_output": duration(observer.items_answered, 0.0),
+        },
+        "batch_stats": _batch_statistics(served),
+    }
+
+
+def _batch_statistics(served: Served) -> list[dict[str, Any]]:
+    """Executions by batch size."""
+    zero = {"count": 0, "ns": 0}
+    return [
+        {
+            "batch_size": size,
+            "compute_input": zero,
+            "compute_infer": {"count": count, "ns": 0},
+            "compute_output": zero,
+        }
+        for size, count in sorted(served.observer.executions.items())
+    ]

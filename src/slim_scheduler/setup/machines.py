@@ -1,0 +1,238 @@
+"""Builds the pure machines of a run from its configuration, for both hosts and for replays.
+
+Here users' units become the core's, names become routers, and profiles and manifests are found on disk. It decides
+nothing while a run goes on.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from numpy.random import Generator, SeedSequence, default_rng
+
+from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.dispatch.dispatcher import Dispatcher
+from slim_scheduler.core.dispatch.limits import DispatchLimits
+from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
+from slim_scheduler.core.profile import LatencyTable, Profile
+from slim_scheduler.core.router.base import Router, RouterFacts, ServerFacts
+from slim_scheduler.core.router.heuristics import (
+    CostModel,
+    JoinShortestQueue,
+    PowerOfTwo,
+    RandomRouter,
+    RoundRobin,
+    width_rule,
+    width_shares,
+)
+from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import ServerName
+from slim_scheduler.setup.config import Config, ServerConfig
+from slim_scheduler.setup.profiles import read_profile
+
+BYTES_PER_S_OF_MBPS = 1e6 / 8
+ROUTER_NAMES = (
+    "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
+    "ppo:POLICY_DIR"
+)
+
+
+def load_shape(config: Config) -> ModelShape:
+    """The network's shape from its manifest, without torch. Raises CheckpointError."""
+    path = Path(config.model.path) / "manifest.json"
+    try:
+        shape = msgspec.convert(json.loads(path.read_bytes())["shape"], ModelShape)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; train a network with `slim fit`, or set model.path") from None
+    except (ValueError, KeyError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{path} is not a model's manifest: {error}") from None
+    shape.check()
+    return shape
+
+
+def find_profile(server: ServerConfig, shape: ModelShape) -> Path | None:
+    """A server's profile: the file it names, or profiles/DEVICE.json, or profiles/DEVICE-MODEL.json."""
+    device = server.profile or server.device
+    kind = device.partition(":")[0]
+    names = [device, f"profiles/{device}.json", f"profiles/{device}-{shape.name}.json"]
+    names.append(f"profiles/{kind}-{shape.name}.json")
+    return next((path for path in map(Path, names) if path.is_file()), None)
+
+
+def load_profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile]:
+    """Each server's profile. Raises ProfileError where one is missing or of another network."""
+    profiles = {}
+    for server in config.servers:
+        path = find_profile(server, shape)
+        if path is None:
+            raise ProfileError(
+                f"server {server.name}: no profile for {server.profile or server.device} with {shape.name}; "
+                f"measure one with `slim measure --model {config.model.path} --device {server.device}`"
+            )
+        profile = read_profile(path)
+        if profile.model != shape.name:
+            raise ProfileError(f"profile {path} is of network {profile.model}, but the model is {shape.name}")
+        profiles[server.name] = profile
+    return profiles
+
+
+def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile]) -> RouterFacts:
+    servers = {
+        server.name: ServerFacts(
+            name=server.name,
+            profile=profiles[server.name],
+            latency=LatencyTable(profiles[server.name], server.max_batch),
+            slowdown=server.slowdown,
+            max_batch=server.max_batch,
+            concurrency=server.concurrency,
+            vram_budget=_budget(server),
+            link_latency=config.network.latency_ms / 1e3,
+            bytes_per_s=(config.network.shared_mbps or config.network.mbps) * BYTES_PER_S_OF_MBPS,
+            max_upgrade=server.max_upgrade,
+        )
+        for server in config.servers
+    }
+    shared = config.network.shared_mbps is not None
+    return RouterFacts(shape, config.router.groups, servers, config.network.activations, shared)
+
+
+def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
+    """A router by its name on the command line. Raises ConfigError that lists the names."""
+    kind, _, argument = name.partition(":")
+    if kind == "random" and not argument:
+        return RandomRouter(config.router.groups)
+    if name.startswith("jsq@"):
+        return JoinShortestQueue(name, width_shares(_shares_of_run(Path(name.removeprefix("jsq@")))))
+    if kind in ("round-robin", "jsq", "p2c", "cost-model") and argument:
+        rule = width_rule(argument, shape)
+        match kind:
+            case "round-robin":
+                return RoundRobin(name, rule)
+            case "jsq":
+                return JoinShortestQueue(name, rule)
+            case "p2c":
+                return PowerOfTwo(name, rule)
+        if profiles is None:
+            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+        return CostModel(name, rule, router_facts(config, shape, profiles), config.router.patience_s)
+    if kind == "ppo" and argument:
+        if profiles is None:
+            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+        from slim_scheduler.setup.policy_files import load_router  # safetensors, which most routers do not need
+
+        facts = router_facts(config, shape, profiles)
+        return load_router(Path(argument), facts, partial(_prior, config), name, config.router.sample)
+    if name in ("slackfit", "reward-greedy") or kind == "lp":
+        if profiles is None:
+            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+        return _informed_router(name, config, router_facts(config, shape, profiles))
+    raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
+
+
+def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
+    """A router that knows the measured accuracies."""
+    accuracy = _prior(config)
+    if name == "slackfit":
+        from slim_scheduler.core.router.slackfit import SlackFit
+
+        deadline_ms = config.workload.deadline_ms or config.workload.slo_ms
+        return SlackFit(facts, accuracy, deadline_ms / 1e3)
+    if name == "reward-greedy":
+        from slim_scheduler.core.router.reward_greedy import RewardGreedy
+
+        return RewardGreedy(facts, accuracy, config.reward)
+    from slim_scheduler.core.router.plan.follower import PlanFollower
+    from slim_scheduler.core.router.plan.plans import Plans
+
+    _, _, rho = name.partition(":")
+    patience = config.router.patience_s
+    if not rho:
+        return PlanFollower(Plans(facts, accuracy), name, patience)
+    try:
+        busy = float(rho)
+    except ValueError:
+        raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
+    return PlanFollower(Plans(facts, accuracy, busy), name, patience)
+
+
+def _prior(config: Config) -> AccuracyPrior:
+    """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
+    from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+
+    folder = Path(config.model.path)
+    tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
+    return read_accuracy(next((path for path in tables if path.is_file()), folder))
+
+
+def build_dispatcher(
+    config: Config,
+    shape: ModelShape,
+    router_name: str,
+    profiles: dict[ServerName, Profile] | None,
+    seed: int,
+    accuracy: AccuracyPrior | None = None,
+    router: Router | None = None,
+) -> Dispatcher:
+    """The dispatcher of a run. `router`, where given, is used instead of the one `router_name` names."""
+    dispatch = config.dispatch
+    limits = DispatchLimits(
+        reentry_back=dispatch.reentry == "back",
+        max_waiting_items=dispatch.max_waiting_items,
+        max_activation_bytes=int(dispatch.max_activation_mib * 2**20),
+        home_matters=config.network.activations,
+        priority_aging=dispatch.priority_aging_s,
+        max_retries=dispatch.max_retries,
+        retry_budget=dispatch.retry_budget,
+        heartbeat_timeout=dispatch.heartbeat_timeout_s,
+        loss_grace=dispatch.loss_grace_s + 2 * config.telemetry.age_s,
+        no_server_timeout=dispatch.no_server_timeout_s,
+        slow_router=config.router.slow_ms / 1e3,
+        router_probe=config.router.probe_s,
+        patience_room=config.router.patience_room,
+    )
+    chosen = router or build_router(router_name, config, shape, profiles)
+    return Dispatcher(limits, shape, chosen, _fallback(config, shape, profiles), run_rng(seed, "router"), accuracy)
+
+
+def build_server(config: Config, name: ServerName, shape: ModelShape, incarnation: int = 0) -> ServerScheduler:
+    server = next(server for server in config.servers if server.name == name)
+    knobs = ServerKnobs(
+        max_batch=server.max_batch,
+        vram_budget=_budget(server),
+        utilization_block=server.utilization_block,
+        idle_unload=server.idle_unload_s,
+        scale_queue_threshold=server.scale_queue_threshold,
+        max_new_instances=server.max_new_instances,
+        max_concurrent_batches=server.concurrency,
+        max_upgrade=server.max_upgrade,
+        priority_aging=config.dispatch.priority_aging_s,
+    )
+    return ServerScheduler(name, knobs, shape, incarnation)
+
+
+STREAMS = ("router", "workload", "faults", "network", "devices")
+
+
+def run_rng(seed: int, part: str) -> Generator:
+    """The generator of one part of a run: children of the run's seed, independent of each other."""
+    return default_rng(SeedSequence(seed, spawn_key=(STREAMS.index(part),)))
+
+
+def _fallback(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
+    name = config.router.fallback
+    if profiles is None and name.startswith("cost-model:"):
+        name = name.replace("cost-model:", "jsq:")
+    hasty = msgspec.structs.replace(config.router, patience_s=0.0)  # it decides where a choice was not allowed
+    return build_router(name, msgspec.structs.replace(config, router=hasty), shape, profiles)
+
+
+def _budget(server: ServerConfig) -> int:
+    return int(server.vram_budget_gib * 2**30)
+
+
+def _shares_of_run(run: Path) -> dict[int, dict[float, float]]:
+    from slim_scheduler.record.recorder import read_width_shares  # the record needs pyarrow, which most routers do not
+
+    return read_width_shares(run)

@@ -1,0 +1,183 @@
+"""When requests arrive and which samples they carry: Poisson, bursty, diurnal, or a trace file.
+
+The same arrivals drive the simulator and a live run, and every router of a comparison: they depend on the workload's
+configuration and the seed alone. Nothing here sends a request.
+"""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from slim_scheduler.core.errors import ConfigError, TraceError
+from slim_scheduler.core.types import Seconds
+from slim_scheduler.setup.config import WorkloadConfig
+from slim_scheduler.setup.machines import run_rng
+
+Times = NDArray[np.float64]  # (requests,) or (points,), ascending, seconds from the start of the run
+
+
+class Arrivals(NamedTuple):
+    """Who comes when. Items are numbered from 0 in order of arrival; request i carries items
+    `first_item[i] .. first_item[i] + sizes[i] - 1`, and item j shows the data set's sample `samples[j]`.
+    """
+
+    times: Times  # (requests,)
+    first_item: NDArray[np.int64]  # (requests,)
+    sizes: NDArray[np.int64]  # (requests,)
+    samples: NDArray[np.int64]  # (items,)
+
+    @property
+    def items(self) -> int:
+        return len(self.samples)
+
+
+def generate(workload: WorkloadConfig, seed: int, n_samples: int) -> Arrivals:
+    """Arrivals in [0, duration) on samples 0..n_samples-1, the same for the same workload and seed.
+
+    Every sample is shown once before any is shown twice. Raises TraceError and ConfigError.
+    """
+    if n_samples < 1:
+        raise ConfigError(f"the data set has {n_samples} samples; a workload needs at least 1")
+    points, order = run_rng(seed, "workload").spawn(2)
+    times = _KINDS[workload.kind](workload, points)
+    times = times[times < workload.duration_s]
+    sizes = np.full(len(times), workload.items_per_request, np.int64)
+    first_item = np.arange(len(times), dtype=np.int64) * workload.items_per_request
+    return Arrivals(times, first_item, sizes, _samples(int(sizes.sum()), n_samples, order))
+
+
+def _samples(items: int, n_samples: int, rng: Generator) -> NDArray[np.int64]:
+    passes = [rng.permutation(n_samples) for _ in range(math.ceil(items / n_samples))]
+    return np.concatenate([np.zeros(0, np.int64), *passes])[:items]
+
+
+def _poisson(workload: WorkloadConfig, rng: Generator) -> Times:
+    request_rate = workload.rate / workload.items_per_request
+    return _unit_points(request_rate * workload.duration_s, rng) / request_rate
+
+
+def _bursty(workload: WorkloadConfig, rng: Generator) -> Times:
+    """Two-state Markov-modulated Poisson process: unit-rate points through the inverse of the integrated rate."""
+    if workload.burst_s >= workload.burst_every_s:
+        raise ConfigError(
+            f"workload.burst_s is {workload.burst_s:g}; it must be below burst_every_s ({workload.burst_every_s:g})"
+        )
+    share = workload.burst_s / workload.burst_every_s
+    request_rate = workload.rate / workload.items_per_request
+    calm_rate = request_rate / (1 - share + share * workload.burst_factor)
+    # Starting in the stationary state keeps the mean rate right from the first second on.
+    in_burst = bool(rng.random() < share)
+    knots, integrated = [0.0], [0.0]
+    while knots[-1] < workload.duration_s:
+        stay = rng.exponential(workload.burst_s if in_burst else workload.burst_every_s - workload.burst_s)
+        knots.append(knots[-1] + stay)
+        integrated.append(integrated[-1] + stay * calm_rate * (workload.burst_factor if in_burst else 1.0))
+        in_burst = not in_burst
+    return np.interp(_unit_points(integrated[-1], rng), integrated, knots)
+
+
+def _diurnal(workload: WorkloadConfig, rng: Generator) -> Times:
+    """A sine by thinning. It is scaled so that `rate` is the mean over the run, also over part of a day."""
+    swing, day, duration = workload.day_swing, workload.day_s, workload.duration_s
+    if not 0 <= swing <= 1:
+        raise ConfigError(f"workload.day_swing is {swing:g}; it must be from 0 to 1")
+    if not day > 0:
+        raise ConfigError(f"workload.day_s is {day:g}; it must be above 0")
+    turn = 2 * math.pi / day
+    mean_level = 1 + swing * (1 - math.cos(turn * duration)) / (turn * duration)
+    peak_rate = workload.rate / workload.items_per_request / mean_level * (1 + swing)
+    candidates = _unit_points(peak_rate * duration, rng) / peak_rate
+    level = 1 + swing * np.sin(turn * candidates)
+    return candidates[rng.random(len(candidates)) * (1 + swing) < level]
+
+
+def _unit_points(until: float, rng: Generator) -> Times:
+    """Points of a Poisson process of rate 1 in [0, until)."""
+    chunks: list[Times] = []
+    last = 0.0
+    while last < until:
+        size = int(until - last + 4 * math.sqrt(until - last)) + 16
+        chunks.append(last + np.cumsum(rng.exponential(size=size)))
+        last = float(chunks[-1][-1])
+    points = np.concatenate([np.zeros(0), *chunks])
+    return points[points < until]
+
+
+def _trace(workload: WorkloadConfig, rng: Generator) -> Times:
+    return read_trace(Path(workload.trace or ""))
+
+
+_KINDS: dict[str, Callable[[WorkloadConfig, Generator], Times]] = {
+    "poisson": _poisson,
+    "bursty": _bursty,
+    "diurnal": _diurnal,
+    "trace": _trace,
+}
+
+
+def read_trace(path: Path) -> Times:
+    """The column `arrival_s` of a CSV or Parquet file, one row per request, ascending from 0 on.
+
+    Raises TraceError naming the file, the row and what is wrong with it.
+    """
+    if not path.is_file():
+        raise TraceError(f"trace {path} does not exist or is not a file; give a CSV or Parquet file")
+    rows = _parquet_rows(path) if path.suffix in (".parquet", ".pq") else _csv_rows(path)
+    times = list(_checked(path, rows))
+    if not times:
+        raise TraceError(f"trace {path} has no rows; it needs at least one arrival_s")
+    return np.array(times)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            _require_column(path, table.fieldnames or [])
+            for row in table:
+                yield f"line {table.line_num}", row["arrival_s"]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"trace {path} is not readable as CSV: {error}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _require_column(path, file.schema_arrow.names)
+            values = file.read(columns=["arrival_s"]).column("arrival_s").to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise TraceError(f"trace {path} is not readable as Parquet: {str(error).splitlines()[0]}") from None
+    for row, value in enumerate(values):
+        yield f"row {row}", value
+
+
+def _require_column(path: Path, columns: Iterable[str]) -> None:
+    if "arrival_s" not in columns:
+        found = ", ".join(columns) or "none"
+        raise TraceError(f"trace {path} has no column arrival_s (columns: {found}); name the arrival times so")
+
+
+def _checked(path: Path, rows: Iterable[tuple[str, object]]) -> Iterator[Seconds]:
+    last = 0.0
+    for where, value in rows:
+        try:
+            time = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise TraceError(f"trace {path} {where}: arrival_s is {value!r}; it must be a number") from None
+        if not math.isfinite(time):
+            raise TraceError(f"trace {path} {where}: arrival_s is {time}; it must be finite")
+        if time < 0:
+            raise TraceError(f"trace {path} {where}: arrival_s is {time:g}; it must be 0 or more")
+        if time < last:
+            raise TraceError(f"trace {path} {where}: arrival_s is {time:g} after {last:g}; sort the file by arrival_s")
+        last = time
+        yield time

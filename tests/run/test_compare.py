@@ -1,0 +1,38 @@
+"""Which runs a comparison makes, in which order, and where they go."""
+
+from pathlib import Path
+
+import pytest
+
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.run.compare import folder_name, trials
+
+
+def test_routers_take_turns_and_each_seed_begins_with_another() -> None:
+    plan = trials(["a", "b", "c"], [7, 8], Path("out"))
+    assert [(trial.router, trial.seed) for trial in plan] == [
+        ("a", 7),
+        ("b", 7),
+        ("c", 7),
+        ("b", 8),
+        ("c", 8),
+        ("a", 8),
+    ]
+
+
+def test_every_run_has_a_folder_of_its_own() -> None:
+    routers = ["jsq:0.25", "jsq:0.25/0.5/0.75/1", "ppo:examples/demo/policies/balanced", "jsq@runs/other"]
+    assert [folder_name(router) for router in routers] == [
+        "jsq-0.25",
+        "jsq-0.25-0.5-0.75-1",
+        "ppo-examples-demo-policies-balanced",
+        "jsq@runs-other",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("routers", "seeds", "said"), [([], [0], "no router"), (["a", "a"], [0], "named twice"), (["a"], [], "at least 1")]
+)
+def test_a_plan_without_runs_is_refused(routers: list[str], seeds: list[int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trials(routers, seeds, Path("out"))

@@ -1,0 +1,216 @@
+"""The clients that people have: each runs real inference against a real server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.grpc.aio as triton_grpc_aio
+import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_http_aio
+from tritonclient.utils import InferenceServerException
+
+from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient
+
+KSERVE_PYTHON = Path(__file__).parents[2] / ".venv-kserve/bin/python"
+
+
+@pytest.fixture(scope="module")
+def expected(server):
+    """The logits of the images, by the plainest request there is."""
+    images = np.random.default_rng(7).standard_normal((3, 1, 8, 8), dtype=np.float32)
+    with SlimClient(server.url) as client:
+        return client.infer(images).logits
+
+
+def triton_input(module, images, **binary):
+    tensor = module.InferInput("image", list(images.shape), "FP32" if images.dtype == np.float32 else "UINT8")
+    tensor.set_data_from_numpy(images, **binary)
+    return tensor
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+def test_tritonclient_http(server, images, expected, binary_in, binary_out):
+    with triton_http.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("digits", "1")
+        result = client.infer(
+            "digits",
+            [triton_input(triton_http, images, binary_data=binary_in)],
+            outputs=[triton_http.InferRequestedOutput("logits", binary_data=binary_out)],
+            request_id="42",
+            timeout=10_000_000,
+            parameters={"width": 0.5},
+        )
+    assert np.allclose(result.as_numpy("logits"), expected, atol=1e-4)
+    assert result.get_response()["id"] == "42"
+    assert result.get_response()["parameters"]["widths"] == "0.5,0.5,0.5,0.5"
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_tritonclient_http_compressed(server, images, expected, algorithm):
+    with triton_http.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
+        result = client.infer(
+            "digits",
+            [triton_input(triton_http, images)],
+            request_compression_algorithm=algorithm,
+            response_compression_algorithm=algorithm,
+        )
+    assert np.allclose(result.as_numpy("logits"), expected, atol=1e-4)
+
+
+def test_tritonclient_http_labels_and_documents(server, images):
+    with triton_http.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
+        outputs = [triton_http.InferRequestedOutput("logits", class_count=2)]
+        labels = client.infer("digits", [triton_input(triton_http, images)], outputs=outputs).as_numpy("logits")
+        assert labels.shape == (3, 2)
+        assert labels[0][0].decode().count(":") == 2
+        assert client.get_server_metadata()["name"] == "slim_scheduler"
+        assert client.get_model_metadata("digits")["inputs"][0]["name"] == "image"
+        assert client.get_model_config("digits")["input"][0]["dims"] == [1, 8, 8]
+        assert client.get_inference_statistics("digits")["model_stats"][0]["name"] == "digits"
+        assert client.get_model_repository_index()[0]["name"]
+        with pytest.raises(InferenceServerException, match="does not exist"):
+            client.infer("nothing", [triton_input(triton_http, images)])
+
+
+async def test_tritonclient_http_asyncio(server, images, expected):
+    async with triton_http_aio.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
+        result = await client.infer("digits", [triton_input(triton_http_aio, images)])
+    assert np.allclose(result.as_numpy("logits"), expected, atol=1e-4)
+
+
+def test_tritonclient_grpc(server, images, expected):
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("digits")
+        result = client.infer(
+            "digits",
+            [triton_input(triton_grpc, images)],
+            outputs=[triton_grpc.InferRequestedOutput("logits")],
+            request_id="42",
+            parameters={"width": 0.5, "deadline_ms": 10_000},
+        )
+        assert np.allclose(result.as_numpy("logits"), expected, atol=1e-4)
+        told = result.get_response().parameters
+        assert told["widths"].string_param == "0.5,0.5,0.5,0.5"
+        assert told["compute_ms"].double_param > 0
+        outputs = [triton_grpc.InferRequestedOutput("logits", class_count=2)]
+        assert client.infer("digits", [triton_input(triton_grpc, images)], outputs=outputs).as_numpy(
+            "logits"
+        ).shape == (3, 2)
+        assert client.get_server_metadata().name == "slim_scheduler"
+        assert list(client.get_model_metadata("digits").inputs[0].shape) == [-1, 1, 8, 8]
+        assert client.get_model_config("digits").config.max_batch_size == 4096
+        assert client.get_inference_statistics("digits").model_stats[0].inference_count >= 3
+        assert client.get_model_repository_index().models[0].name
+        for wrong, code in (
+            (lambda: client.infer("nothing", [triton_input(triton_grpc, images)]), "NOT_FOUND"),
+            (
+                lambda: client.infer("digits", [triton_input(triton_grpc, images)], parameters={"width": 0.6}),
+                "INVALID_ARGUMENT",
+            ),
+            (lambda: client.load_model("digits"), "PERMISSION_DENIED"),
+            (client.get_system_shared_memory_status, "UNIMPLEMENTED"),
+        ):
+            with pytest.raises(InferenceServerException) as caught:
+                wrong()
+            assert code in caught.value.status()
+
+
+def test_tritonclient_grpc_stream_keeps_the_order(server, images, expected):
+    answers = []
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(callback=lambda result, error: answers.append((result, error)))
+        for number in range(20):
+            row = images[number % 3 : number % 3 + 1]
+            client.async_stream_infer("digits", [triton_input(triton_grpc, row)], request_id=str(number))
+        client.async_stream_infer("nothing", [triton_input(triton_grpc, images)])
+        client.stop_stream()
+    assert [result.get_response().id for result, _ in answers[:20]] == [str(number) for number in range(20)]
+    for number, (result, _) in enumerate(answers[:20]):
+        assert np.allclose(result.as_numpy("logits")[0], expected[number % 3], atol=1e-4)
+    assert "does not exist" in str(answers[20][1])
+
+
+async def test_tritonclient_grpc_asyncio(server, images, expected):
+    async with triton_grpc_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        result = await client.infer("digits", [triton_input(triton_grpc_aio, images)])
+    assert np.allclose(result.as_numpy("logits"), expected, atol=1e-4)
+
+
+def test_curl(server, images, expected):
+    document = {
+        "inputs": [{"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}]
+    }
+    command = ["curl", "-sS", "--fail", "--compressed", "-X", "POST", "-H", "Content-Type: application/json"]
+    url = f"{server.url}/v2/models/digits/infer"
+    done = subprocess.run(
+        [*command, "--data-binary", "@-", url], input=json.dumps(document).encode(), capture_output=True, check=True
+    )
+    output = json.loads(done.stdout)["outputs"][0]
+    assert np.allclose(np.reshape(output["data"], output["shape"]), expected, atol=1e-4)
+
+
+def test_curl_sends_chunked_bodies_and_waits_for_continue(server, images, expected):
+    head = ["-H", "Inference-Header-Content-Length: 0", "-H", "Expect: 100-continue"]
+    for more in ([], ["-H", "Transfer-Encoding: chunked"]):
+        done = subprocess.run(
+            ["curl", "-sS", "--fail", *head, *more, "--data-binary", "@-", f"{server.url}/v2/models/digits/infer"],
+            input=images.tobytes(),
+            capture_output=True,
+            check=True,
+        )
+        assert np.allclose(np.frombuffer(done.stdout[-120:], "<f4").reshape(3, 10), expected, atol=1e-4)
+
+
+@pytest.mark.skipif(not KSERVE_PYTHON.exists(), reason="kserve has its own environment; `make kserve` makes it")
+@pytest.mark.parametrize("protocol", ["rest", "grpc"])
+def test_kserve_client(server, images, expected, protocol, tmp_path):
+    """In a process of its own: its gRPC stubs and tritonclient's cannot be loaded together."""
+    np.save(tmp_path / "images.npy", images)
+    program = Path(__file__).with_name("kserve_program.py")
+    port = server.http if protocol == "rest" else server.grpc
+    done = subprocess.run(
+        [KSERVE_PYTHON, program, protocol, str(port), tmp_path / "images.npy"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert np.allclose(json.loads(done.stdout.splitlines()[-1]), expected, atol=1e-4)
+
+
+def test_our_client_knows_what_an_answer_cost(server, images, expected):
+    with SlimClient(server.url) as client:
+        assert client.ready()
+        assert client.metadata()["name"] == "digits"
+        prediction = client.infer(images, Constraints(widths=(0.5, 0.5, 0.5, 0.5), priority=1, deadline_ms=10_000))
+        assert prediction.widths == "0.5,0.5,0.5,0.5"
+        assert np.array_equal(prediction.classes, expected.argmax(axis=1))
+        assert prediction.compute_ms > 0
+        with pytest.raises(RefusedError, match=r"width 0\.6 is not served") as caught:
+            client.infer(images, Constraints(width=0.6))
+        assert caught.value.status == 400
+        with pytest.raises(RefusedError) as caught:
+            client.infer(images, Constraints(deadline_ms=0.001))
+        assert caught.value.retry_after >= 1
+
+
+async def test_our_async_client(server, images, expected):
+    async with AsyncSlimClient(server.url) as client:
+        assert await client.ready()
+        prediction = await client.infer(images)
+        assert np.allclose(prediction.logits, expected, atol=1e-4)
+
+
+def test_the_client_needs_none_of_the_servers_packages():
+    program = (
+        "import sys, slim_scheduler.client.client as c; "
+        "heavy = {'torch', 'grpc', 'uvicorn', 'starlette', 'tritonclient', 'prometheus_client'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

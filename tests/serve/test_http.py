@@ -1,0 +1,212 @@
+"""The protocol over HTTP, against a real server."""
+
+import gzip
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from slim_scheduler.client.client import infer_body
+from tests.serve.wire import call, exchange, infer, metrics
+
+MODEL = "/v2/models/digits"
+
+
+def test_server_and_model_say_what_they_are(server):
+    assert call(server.http, "GET", "/v2")[2]["extensions"].count("binary_tensor_data") == 1
+    assert call(server.http, "GET", "/v2/health/live")[2] == {"live": True}
+    assert call(server.http, "GET", "/v2/health/ready")[2] == {"ready": True}
+    for path in (MODEL, MODEL + "/versions/1"):
+        for end in ("", "/"):
+            document = call(server.http, "GET", path + end)[2]
+            assert document["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
+            assert document["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 10]}]
+            assert call(server.http, "GET", path + "/ready" + end)[2]["ready"] is True
+            assert call(server.http, "GET", path + "/config" + end)[2]["max_batch_size"] == 4096
+
+
+def test_inference_with_and_without_version_and_slash(server, images):
+    answers = [
+        infer(server.http, images, path + end)[2]
+        for path in (MODEL + "/infer", MODEL + "/versions/1/infer")
+        for end in ("", "/")
+    ]
+    tails = {answer[-120:] for answer in answers}  # 3 x 10 floats; batching changes nothing that shows here
+    assert all(np.allclose(np.frombuffer(t, "<f4"), np.frombuffer(min(tails), "<f4"), atol=1e-4) for t in tails)
+
+
+def test_json_binary_raw_and_compressed_bodies_get_the_same_answer(server, images):
+    binary, length = infer_body(images)
+    sized = {"inference_header_content_length": str(length)}
+    document = {
+        "inputs": [{"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}]
+    }
+    path = MODEL + "/infer"
+    _, _, reply = call(server.http, "POST", path, document)
+    expected = np.float32(reply["outputs"][0]["data"])
+    for body, headers in (
+        (binary, sized),
+        (images.tobytes(), {"inference_header_content_length": "0"}),
+        (gzip.compress(binary), sized | {"content_encoding": "gzip"}),
+        (zlib.compress(binary), sized | {"content_encoding": "deflate"}),
+        (zlib.compress(binary)[2:-4], sized | {"content_encoding": "deflate"}),
+    ):
+        status, fields, raw = call(server.http, "POST", path, body, **headers)
+        assert status == 200
+        tail = raw[int(fields["inference-header-content-length"]) :]
+        assert np.allclose(np.frombuffer(tail, "<f4"), expected, atol=1e-4)
+
+
+def test_large_answers_are_compressed_where_the_client_takes_it(server):
+    images = np.zeros((200, 1, 8, 8), np.float32)
+    status, fields, raw = infer(server.http, images, accept_encoding="gzip")
+    assert status == 200
+    assert fields["content-encoding"] == "gzip"
+    assert len(gzip.decompress(raw)) == int(fields["inference-header-content-length"]) + 200 * 40
+    assert "content-encoding" not in infer(server.http, images)[1]
+
+
+def test_labels_come_with_the_classification_extension(server, images):
+    document = {
+        "inputs": [{"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}],
+        "outputs": [{"name": "logits", "parameters": {"classification": 2}}],
+    }
+    output = call(server.http, "POST", MODEL + "/infer", document)[2]["outputs"][0]
+    assert (output["datatype"], output["shape"]) == ("BYTES", [3, 2])
+    value, index, label = output["data"][0].split(":")
+    assert float(value)
+    assert label == index  # the digits' labels are the digits
+
+
+@pytest.mark.parametrize(
+    ("parameters", "widths"),
+    [({"width": 0.25}, "0.25,0.25,0.25,0.25"), ({"widths": "1,0.75,0.5,0.25"}, "1,0.75,0.5,0.25")],
+)
+def test_fixed_widths_are_what_runs_and_the_answer_says_so(server, images, parameters, widths):
+    document = {
+        "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": images[0].ravel().tolist()}],
+        "parameters": parameters,
+    }
+    told = call(server.http, "POST", MODEL + "/infer", document)[2]["parameters"]
+    assert told["widths"] == widths
+    assert set(told["servers"].split(",")) <= {"a", "b"}
+    assert told["queue_ms"] >= 0
+    assert told["compute_ms"] > 0
+
+
+def test_a_floor_nothing_reaches_is_refused_or_answered_as_the_request_asks(server, images):
+    def ask(unmet: str):
+        document = {
+            "inputs": [
+                {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": images[0].ravel().tolist()}
+            ],
+            "parameters": {"accuracy_floor": 1.0, "unmet": unmet},
+        }
+        return call(server.http, "POST", MODEL + "/infer", document)
+
+    status, _, refused = ask("refuse")
+    assert status == 400
+    assert "accuracy" in refused["error"]
+    status, _, answered = ask("answer")
+    assert status == 200
+    assert answered["parameters"]["unmet"] == "accuracy_floor"
+    assert answered["parameters"]["widths"] == "1,1,1,1"
+
+
+def test_a_width_that_is_not_served_becomes_the_nearest_where_the_request_asks_for_an_answer(server, images):
+    document = {
+        "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": images[0].ravel().tolist()}],
+        "parameters": {"width": 0.7, "unmet": "answer"},
+    }
+    told = call(server.http, "POST", MODEL + "/infer", document)[2]["parameters"]
+    assert told["widths"] == "0.75,0.75,0.75,0.75"
+    assert told["unmet"] == "widths"
+
+
+def test_a_deadline_that_cannot_be_met_is_503_with_retry_after(server, images):
+    body, length = infer_body(images)
+    head = json.loads(body[:length])
+    head["parameters"]["deadline_ms"] = 0.001
+    head = json.dumps(head).encode()
+    status, fields, reply = call(
+        server.http, "POST", MODEL + "/infer", head + body[length:], inference_header_content_length=str(len(head))
+    )
+    assert status == 503
+    assert int(fields["retry-after"]) >= 1
+    assert "deadline" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v2/models/nothing/infer", 404),
+        ("POST", "/v2/models/digits/versions/2/infer", 404),
+        ("POST", "/v2/models/..%2F..%2Fetc/infer", 404),
+        ("GET", "/v2/models/nothing", 404),
+        ("GET", "/v2/models/nothing/ready", 404),
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/page/..%2F..%2Fservice.py", 404),
+        ("GET", MODEL + "/infer", 405),
+        ("DELETE", MODEL, 405),
+        ("POST", MODEL + "/infer", 400),
+        ("POST", "/v2/repository/models/digits/unload", 403),
+        ("GET", "/v2/systemsharedmemory/status", 501),
+        ("POST", "/v2/cudasharedmemory/region/x/register", 501),
+        ("GET", "/v2/logging", 501),
+    ],
+)
+def test_errors_are_mapped_and_say_why(server, method, path, status):
+    found, _, reply = call(server.http, method, path)
+    assert found == status
+    assert reply["error"]
+
+
+def test_repository_index_and_statistics(server, images):
+    infer(server.http, images)
+    index = call(server.http, "POST", "/v2/repository/index", {})[2]
+    assert {"name": "digits", "version": "1", "state": "READY", "reason": ""} in index
+    for path in (MODEL + "/stats", MODEL + "/versions/1/stats", "/v2/models/stats"):
+        stats = call(server.http, "GET", path)[2]["model_stats"][0]
+        assert stats["inference_count"] >= 3
+        assert stats["inference_stats"]["success"]["count"] >= 1
+        assert stats["inference_stats"]["compute_infer"]["ns"] > 0
+        executions = {row["batch_size"]: row["compute_infer"]["count"] for row in stats["batch_stats"]}
+        assert sum(executions.values()) == stats["execution_count"]
+        segments = 4
+        assert sum(size * count for size, count in executions.items()) == segments * stats["inference_count"]
+
+
+def test_traceparent_is_carried_through(server, images):
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert infer(server.http, images, traceparent=trace)[1]["traceparent"] == trace
+    assert "traceparent" not in infer(server.http, images, traceparent="00-evil")[1]
+
+
+def test_host_and_origin_are_checked_on_every_method(server):
+    for method, path in (("GET", "/v2"), ("POST", MODEL + "/infer"), ("GET", "/metrics"), ("OPTIONS", "/v2")):
+        assert call(server.http, method, path, host="evil.example")[0] == 403
+        assert call(server.http, method, path, origin="http://evil.example")[0] == 403
+    assert call(server.http, "GET", "/v2", origin=server.url)[0] == 200
+
+
+def test_two_lengths_are_no_length(server):
+    request = (
+        b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
+        b"Inference-Header-Content-Length: 0\r\nInference-Header-Content-Length: 1\r\n\r\nabcd"
+    )
+    assert exchange(server.http, request).startswith(b"HTTP/1.1 400 ")
+
+
+def test_metrics_have_our_names_and_tritons(server, images):
+    infer(server.http, images)
+    found = metrics(server.http)
+    for name in (
+        'slim_items_total{model="digits",outcome="answered"}',
+        'slim_server_up{model="digits",server="a"}',
+        'slim_decisions_total{choice="0.5",head="width",model="digits"}',
+        'nv_inference_count{model="digits",version="1"}',
+        "process_resident_memory_bytes",
+    ):
+        assert found[name] > 0, name
+    assert any(name.startswith("slim_block_seconds_bucket{") and 'segment="3"' in name for name in found)

@@ -1,0 +1,303 @@
+"""Guarantees 5, 6, 11, 19 and 21: starting, swapping, draining, leaving, and whose answer is whose."""
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient
+from tests.serve.conftest import ROOT, Running, serving
+from tests.serve.wire import call, infer, metrics
+
+TOKEN = "0123456789abcdef"
+# Ten images whose answers are told apart: the nonce of each request is which of them it sends.
+SLOW = {"slowdown": 400.0, "router": "round-robin:1"}
+
+
+def conserved(found: dict[str, float]) -> None:
+    for unit in ("requests", "items"):
+        received = found[f'slim_{unit}_received_total{{model="digits"}}']
+        ended = sum(value for name, value in found.items() if name.startswith(f"slim_{unit}_total{{"))
+        assert received == ended + found[f'slim_{unit}_in_flight{{model="digits"}}']
+
+
+async def nonces(server: Running, requests: int, connections: int, scrapes: int) -> None:
+    """Each answer must be the one of its own input: a projection that no other nonce has."""
+    rng = np.random.default_rng(5)
+    inputs = rng.standard_normal((requests if requests < 2000 else 2000, 1, 8, 8), dtype=np.float32)
+    async with AsyncSlimClient(server.url) as client:
+        wide = Constraints(width=1.0)
+        expected = np.concatenate(
+            [(await client.infer(inputs[i : i + 100], wide)).logits for i in range(0, len(inputs), 100)]
+        )
+        assert len({row.tobytes() for row in np.round(expected, 3)}) == len(inputs)
+        before = metrics(server.http)
+        waiting = iter(range(requests))
+        answered = 0
+
+        async def caller() -> None:
+            nonlocal answered
+            for number in waiting:
+                nonce = number % len(inputs)
+                logits = (await client.infer(inputs[nonce : nonce + 1], wide)).logits[0]
+                assert np.allclose(logits, expected[nonce], atol=1e-3), f"request {number} got another's answer"
+                answered += 1
+
+        async def scraper() -> None:
+            for _ in range(scrapes):
+                conserved(await asyncio.to_thread(metrics, server.http))
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(scraper(), *(caller() for _ in range(connections)))
+        after = metrics(server.http)
+    assert answered == requests
+    name = 'slim_requests_total{model="digits",outcome="answered"}'
+    assert after[name] - before[name] == requests
+    conserved(after)
+
+
+async def test_every_answer_belongs_to_its_request_and_conservation_holds(server):
+    await nonces(server, 3000, connections=64, scrapes=20)
+
+
+@pytest.mark.accept
+@pytest.mark.timeout(900)
+async def test_every_answer_of_100_000_belongs_to_its_request(server):
+    await nonces(server, 100_000, connections=64, scrapes=200)
+
+
+def test_sigterm_finishes_what_is_in_flight_refuses_new_work_and_exits_0(tmp_path, images):
+    with serving(tmp_path, config=SLOW) as server:
+
+        async def drain() -> None:
+            async with AsyncSlimClient(server.url) as client:
+                running = [asyncio.create_task(client.infer(images[:1])) for _ in range(8)]
+                while metrics_of(server, "slim_requests_in_flight") < 8:
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGTERM)
+                while (await asyncio.to_thread(call, server.http, "GET", "/v2/health/ready"))[0] != 503:
+                    await asyncio.sleep(0.01)
+                assert (await asyncio.to_thread(call, server.http, "GET", "/v2/health/live"))[0] == 200
+                with pytest.raises(RefusedError) as caught:
+                    await client.infer(images)
+                assert caught.value.status == 503
+                assert caught.value.retry_after is not None
+                for prediction in await asyncio.gather(*running):
+                    assert prediction.logits.shape == (1, 10)
+
+        asyncio.run(drain())
+        assert server.process.wait(20) == 0
+
+
+def test_the_grace_time_is_a_limit(tmp_path, images):
+    slower = {"slowdown": 20_000.0, "router": "round-robin:1"}
+    with serving(tmp_path, "--grace-s", "0.5", config=slower) as server:
+
+        async def cut_off() -> None:
+            async with AsyncSlimClient(server.url) as client:
+                running = [asyncio.create_task(client.infer(images[:1])) for _ in range(8)]
+                while metrics_of(server, "slim_requests_in_flight") < 4:
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGTERM)
+                ended = await asyncio.gather(*running, return_exceptions=True)
+                assert any(isinstance(end, RefusedError) and end.status == 503 for end in ended)
+
+        asyncio.run(cut_off())
+        assert server.process.wait(20) == 0
+
+
+def metrics_of(server: Running, name: str) -> float:
+    return metrics(server.http)[f'{name}{{model="digits"}}']
+
+
+async def test_a_client_that_leaves_frees_its_place(tmp_path, images):
+    with serving(tmp_path, config=SLOW) as server:
+        async with AsyncSlimClient(server.url) as client:
+            running = [asyncio.create_task(client.infer(images[:1])) for _ in range(20)]
+            while metrics_of(server, "slim_requests_in_flight") < 10:
+                await asyncio.sleep(0.01)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            until = time.monotonic() + 5
+            while metrics_of(server, "slim_requests_in_flight") and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+        found = metrics(server.http)
+        assert found['slim_requests_in_flight{model="digits"}'] == 0
+        assert found['slim_requests_total{model="digits",outcome="cancelled"}'] >= 1
+        conserved(found)
+
+
+async def test_models_and_policies_are_swapped_under_load_without_an_error(tmp_path, images):
+    models = tmp_path / "models"
+    shutil.copytree(ROOT / "models/digits", models / "digits")
+    (models / "broken").mkdir()
+    (models / "broken/manifest.json").write_text("{}")
+    with serving(tmp_path, config={"model": models / "digits"}) as server:
+        stop = asyncio.Event()
+        answered = 0
+
+        async def caller(client: AsyncSlimClient) -> None:
+            nonlocal answered
+            while not stop.is_set():
+                await client.infer(images[:1])  # raises for every error
+                answered += 1
+
+        def manage(path: str, body: object = None) -> int:
+            return call(server.management, "POST", f"/v2/repository/models/{path}", body)[0]
+
+        async with AsyncSlimClient(server.url) as client:
+            callers = [asyncio.create_task(caller(client)) for _ in range(8)]
+            assert await asyncio.to_thread(manage, "digits/policy", {"router": "jsq:0.25"}) == 200
+            assert (await client.infer(images[:1])).widths == "0.25,0.25,0.25,0.25"
+            assert await asyncio.to_thread(manage, "digits/load") == 200
+            assert (await client.infer(images[:1])).widths == "0.25,0.25,0.25,0.25"
+            weights = models / "digits/weights.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+            assert await asyncio.to_thread(manage, "digits/load") == 400
+            assert await asyncio.to_thread(manage, "broken/load") == 400
+            for wrong in ("ppo:nothing", "ppo:../../etc", "jsq@/etc", "nonsense", ""):
+                assert await asyncio.to_thread(manage, "digits/policy", {"router": wrong}) in (400, 404)
+            assert await asyncio.to_thread(manage, "..%2F..%2Fetc/load") == 404
+            before = answered
+            while answered < before + 50:
+                await asyncio.sleep(0.01)
+            stop.set()
+            await asyncio.gather(*callers)
+        found = metrics(server.http)
+        conserved(found)
+        assert found['slim_requests_total{model="digits",outcome="answered"}'] == answered + 2
+        index = {row["name"]: row for row in call(server.http, "POST", "/v2/repository/index")[2]}
+        assert index["digits"]["state"] == "READY"
+        assert index["broken"]["state"] == "UNAVAILABLE"
+
+
+def test_unloaded_is_unavailable_and_loads_again(tmp_path, images):
+    with serving(tmp_path) as server:
+        assert call(server.management, "POST", "/v2/repository/models/digits/unload", {})[0] == 200
+        assert call(server.http, "GET", "/v2/health/ready")[0] == 503
+        assert call(server.http, "GET", "/v2/models/digits/ready")[0] == 503
+        status, fields, _ = infer(server.http, images)
+        assert status == 503
+        assert "retry-after" in fields
+        assert call(server.management, "POST", "/v2/repository/models/digits/load", {})[0] == 200
+        assert infer(server.http, images)[0] == 200
+        assert call(server.http, "POST", "/v2/repository/models/digits/unload", {})[0] == 403
+        assert call(server.management, "POST", "/v2/models/digits/infer", {})[0] == 404
+
+
+def test_management_over_grpc_has_a_listener_of_its_own(tmp_path, images):
+    import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
+
+    tensor = triton.InferInput("image", [3, 1, 8, 8], "FP32")
+    tensor.set_data_from_numpy(images)
+    with (
+        serving(tmp_path) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as public,
+        triton.InferenceServerClient(f"127.0.0.1:{server.management_grpc}") as manager,
+    ):
+        with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
+            public.unload_model("digits")
+        manager.unload_model("digits")
+        assert not public.is_server_ready()
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            public.infer("digits", [tensor])
+        with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+            manager.unload_model("digits")
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*takes no parameters"):
+            manager.load_model("digits", config="{}")
+        manager.load_model("digits")
+        states = {row.name: row.state for row in manager.get_model_repository_index().models}
+        assert states["digits"] == "READY"
+        assert public.infer("digits", [tensor]).as_numpy("logits").shape == (3, 10)
+        with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
+            manager.infer("digits", [tensor])
+
+
+def test_a_token_is_asked_for_over_http_and_grpc(tmp_path, images):
+    import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
+
+    with serving(tmp_path, "--host", "0.0.0.0", SLIM_TOKEN=TOKEN) as server:
+        assert infer(server.http, images)[0] == 401
+        assert call(server.http, "GET", "/metrics")[0] == 401
+        assert call(server.management, "POST", "/v2/repository/models/digits/unload")[0] == 401
+        assert call(server.http, "GET", "/v2/health/ready")[0] == 200
+        with SlimClient(server.url, token=TOKEN) as client:
+            assert client.infer(images).logits.shape == (3, 10)
+        tensor = triton.InferInput("image", [3, 1, 8, 8], "FP32")
+        tensor.set_data_from_numpy(images)
+        with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+            with pytest.raises(InferenceServerException, match="needs a token"):
+                client.infer("digits", [tensor])
+            with pytest.raises(InferenceServerException, match="needs a token"):
+                client.is_server_ready()
+            answer = client.infer("digits", [tensor], headers={"authorization": f"Bearer {TOKEN}"})
+            assert answer.as_numpy("logits").shape == (3, 10)
+
+
+def test_overload_is_refused_at_once_with_retry_after_and_memory_stays(tmp_path, images):
+    with serving(tmp_path, config=SLOW | {"waiting": 50}) as server:
+
+        async def flood() -> tuple[list[int], list[float]]:
+            statuses, refusals = [], []
+
+            async def one(client: AsyncSlimClient) -> None:
+                began = time.perf_counter()
+                try:
+                    await client.infer(images[:1], Constraints(deadline_ms=3000))
+                    statuses.append(200)
+                except RefusedError as refused:
+                    statuses.append(refused.status)
+                    if re.search("limit is 50|of work wait", str(refused)) and refused.retry_after is not None:
+                        refusals.append(time.perf_counter() - began)
+
+            async with AsyncSlimClient(server.url) as client:
+                await asyncio.gather(*(one(client) for _ in range(600)))
+            return statuses, refusals
+
+        process = psutil.Process(server.process.pid)
+        asyncio.run(flood())
+        before = process.memory_info().rss
+        statuses, refusals = asyncio.run(flood())
+        assert set(statuses) <= {200, 503}
+        assert len(refusals) > 300
+        assert process.memory_info().rss - before < 32 << 20
+        found = metrics(server.http)
+        conserved(found)
+        in_server = 'slim_request_seconds_bucket{le="%s",model="digits",outcome="rejected"}'
+        within = found[in_server % "0.01"] / found[in_server % "+Inf"]
+        assert within >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "words"),
+    [
+        (("--host", "0.0.0.0"), {}, "opens the server to the network"),
+        (("--layout", "HWCN"), {}, "layout HWCN is not known"),
+        ((), {"model": "no/such"}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line_and_exit_2(tmp_path, options, config, words):
+    with pytest.raises(AssertionError, match="exit 2") as caught, serving(tmp_path, *options, config=config):
+        pass
+    assert words in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_channels_last_is_served_where_asked_for(tmp_path, images):
+    with serving(tmp_path, "--layout", "NHWC") as server:
+        inputs = call(server.http, "GET", "/v2/models/digits")[2]["inputs"]
+        assert inputs[0]["shape"] == [-1, 8, 8, 1]
+        with SlimClient(server.url) as client:
+            assert client.infer(images.transpose(0, 2, 3, 1)).logits.shape == (3, 10)
+        config = call(server.http, "GET", "/v2/models/digits/config")[2]
+        assert config["input"][0]["format"] == "FORMAT_NHWC"
+        assert json.dumps(config)

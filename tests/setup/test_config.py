@@ -1,0 +1,71 @@
+import pytest
+
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.setup.config import config_from, load_config
+
+SERVER = {"name": "a", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, r"no server is configured; add at least one \[\[servers\]\]"),
+        ({"servrs": []}, "unknown key servrs; the nearest valid one is servers"),
+        ({"servers": [{**SERVER, "max_bach": 1}]}, "servers.0.max_bach; the nearest valid one is servers.0.max_batch"),
+        ({"servers": [SERVER], "workload": {"rat": 1}}, "workload.rat; the nearest valid one is workload.rate"),
+        ({"servers": [{**SERVER, "max_batch": 0}]}, "servers.0.max_batch is 0; it must be above 0"),
+        ({"servers": [{**SERVER, "vram_budget_gib": -1.0}]}, "servers.0.vram_budget_gib is -1"),
+        ({"servers": [{**SERVER, "credit_tasks": -4}]}, "servers.0.credit_tasks is -4"),
+        ({"servers": [{**SERVER, "num_gpus": -1.0}]}, "servers.0.num_gpus is -1"),
+        ({"servers": [{**SERVER, "resources": {"CPU": 1}}]}, "servers.0.resources has CPU, which is Ray's own"),
+        ({"servers": [{**SERVER, "resources": {"card": 0}}]}, "servers.0.resources.card is 0; it must be above 0"),
+        ({"servers": [{**SERVER, "max_batch": "many"}]}, "Expected `int`, got `str`"),
+        ({"servers": [SERVER, SERVER]}, "server names repeat: a, a"),
+        ({"servers": [SERVER], "workload": {"rate": float("nan")}}, "workload.rate is nan"),
+        ({"servers": [SERVER], "workload": {"warmup_s": 40}}, "workload.warmup_s is 40"),
+        ({"servers": [SERVER], "workload": {"kind": "trace"}}, "workload.trace names no file"),
+        ({"servers": [SERVER], "router": {"groups": []}}, "router.groups is empty"),
+        ({"servers": [SERVER], "faults": [{"server": "z", "at_s": 1, "kind": "crash"}]}, "z is not configured; there"),
+        ({"servers": [SERVER], "telemetry": {"period_s": 1.0}}, "heartbeat_timeout_s is 0.8; it must be"),
+    ],
+)  # fmt: skip
+def test_bad_configuration_is_one_clear_line(tree, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        config_from(tree)
+    assert "\n" not in str(raised.value)
+
+
+def test_overrides_reach_into_lists_and_tables(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('[[servers]]\nname = "a"\ndevice = "cpu"\n')
+    config = load_config(path, ("servers.0.max_batch=64", "workload.kind=bursty", "router.groups=[8]"))
+    assert (config.servers[0].max_batch, config.servers[0].credit) == (64, 128)
+    assert (config.workload.kind, config.router.groups) == ("bursty", (8,))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("servers.3.max_batch=1", "--set servers.3.max_batch: no such place"),
+        ("servers", "expected key.path=value"),
+        ("servers.0.max_bach=1", "nearest valid one is servers.0.max_batch"),
+    ],
+)
+def test_a_bad_override_names_itself(tmp_path, override, message):
+    path = tmp_path / "c.toml"
+    path.write_text('[[servers]]\nname = "a"\ndevice = "cpu"\n')
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, (override,))
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"c.toml does not exist"):
+        load_config(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text("[[servers")
+    with pytest.raises(ConfigError, match=r"c.toml: not valid TOML"):
+        load_config(tmp_path / "c.toml")
+
+
+def test_concurrency_and_credit_have_the_methods_defaults():
+    config = config_from({"servers": [{"name": "a", "device": "cpu"}, {"name": "b", "device": "cuda:0"}]})
+    assert [(s.concurrency, s.credit) for s in config.servers] == [(1, 64), (2, 64)]

@@ -1,0 +1,131 @@
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from msgspec.structs import replace
+
+from slim_scheduler.core.errors import ConfigError, TraceError
+from slim_scheduler.setup.config import WorkloadConfig
+from slim_scheduler.setup.workload import generate, read_trace
+
+KINDS = {
+    "poisson": WorkloadConfig(kind="poisson", rate=50.0, duration_s=2000.0),
+    "bursty": WorkloadConfig(kind="bursty", rate=50.0, duration_s=2000.0, burst_factor=6.0),
+    "diurnal": WorkloadConfig(kind="diurnal", rate=50.0, duration_s=2000.0, day_s=600.0, day_swing=0.8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("items_per_request", [1, 5])
+def test_rate_is_the_mean_of_items_per_second(kind: str, items_per_request: int) -> None:
+    workload = replace(KINDS[kind], items_per_request=items_per_request)
+    rates = [generate(workload, seed, 100).items / workload.duration_s for seed in range(8)]
+    # 8 runs of 100,000 items: Poisson alone has a standard error of 0.06 items/s; bursts raise it to 0.9.
+    assert np.mean(rates) == pytest.approx(50.0, abs=2.0 if kind == "bursty" else 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrivals_ascend_within_the_run_and_number_items_without_gaps(kind: str) -> None:
+    arrivals = generate(KINDS[kind], 3, 7)
+    assert np.all(np.diff(arrivals.times) >= 0)
+    assert arrivals.times[0] >= 0
+    assert arrivals.times[-1] < 2000.0
+    assert arrivals.first_item.tolist() == np.concatenate([[0], np.cumsum(arrivals.sizes)[:-1]]).tolist()
+    assert arrivals.items == arrivals.sizes.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_gives_the_same_arrivals_and_another_seed_others(kind: str) -> None:
+    one, again, other = (generate(KINDS[kind], seed, 40) for seed in (5, 5, 6))
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not np.array_equal(one.times[:100], other.times[:100])
+
+
+def test_every_sample_is_shown_once_before_any_is_shown_twice() -> None:
+    samples = generate(WorkloadConfig(rate=100.0, duration_s=1.0), 0, 10).samples
+    assert sorted(samples[:10].tolist()) == list(range(10))
+    assert samples[:10].tolist() != samples[10:20].tolist()
+
+
+def test_poisson_counts_vary_as_much_as_their_mean() -> None:
+    times = generate(KINDS["poisson"], 1, 1).times
+    counts = np.histogram(times, bins=2000, range=(0, 2000))[0]
+    assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.15)
+
+
+def test_bursts_are_as_much_faster_as_burst_factor_says() -> None:
+    # Long stays make the state visible in one-second counts: calm 20, burst 120 items per second.
+    workload = WorkloadConfig(
+        kind="bursty", rate=40.0, duration_s=20_000.0, burst_factor=6.0, burst_s=200.0, burst_every_s=1000.0
+    )
+    counts = np.histogram(generate(workload, 2, 1).times, bins=20_000, range=(0, 20_000))[0]
+    assert counts[counts < 60].mean() == pytest.approx(20.0, rel=0.03)
+    assert counts[counts > 70].mean() == pytest.approx(120.0, rel=0.03)
+
+
+def test_diurnal_peaks_a_quarter_day_in_and_bottoms_three_quarters_in() -> None:
+    workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=400.0, day_s=400.0, day_swing=0.5)
+    counts = np.histogram(generate(workload, 1, 1).times, bins=40, range=(0, 400))[0] / 10
+    assert counts[8:12].mean() == pytest.approx(150.0, rel=0.08)
+    assert counts[28:32].mean() == pytest.approx(50.0, rel=0.12)
+
+
+def test_part_of_a_day_still_has_the_configured_mean() -> None:
+    workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=100.0, day_s=400.0, day_swing=0.9)
+    assert np.mean([generate(workload, seed, 1).items for seed in range(20)]) == pytest.approx(10_000, rel=0.01)
+
+
+def test_trace_is_taken_as_it_is_up_to_the_duration(tmp_path) -> None:
+    times = [0.0, 0.25, 0.25, 1.5, 9.0]
+    (tmp_path / "t.csv").write_text("note,arrival_s\n" + "".join(f"x,{t}\n" for t in times))
+    pq.write_table(pa.table({"arrival_s": times}), tmp_path / "t.parquet")
+    for name in ("t.csv", "t.parquet"):
+        workload = WorkloadConfig(kind="trace", trace=str(tmp_path / name), duration_s=5.0, items_per_request=2)
+        arrivals = generate(workload, 0, 3)
+        assert arrivals.times.tolist() == [0.0, 0.25, 0.25, 1.5]
+        assert arrivals.items == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("time\n1\n", "no column arrival_s (columns: time)"),
+        ("", "no column arrival_s (columns: none)"),
+        ("arrival_s\n", "no rows"),
+        ("arrival_s\n0.5\n-1\n", "line 3: arrival_s is -1; it must be 0 or more"),
+        ("arrival_s\n2\n1\n", "line 3: arrival_s is 1 after 2; sort the file"),
+        ("arrival_s\nnan\n", "line 2: arrival_s is nan; it must be finite"),
+        ("arrival_s\ninf\n", "must be finite"),
+        ("arrival_s\nsoon\n", "line 2: arrival_s is 'soon'; it must be a number"),
+        ("a,arrival_s\n1\n", "arrival_s is None; it must be a number"),
+    ],
+)
+def test_bad_csv_trace_is_named_in_one_line(tmp_path, text: str, said: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_traces_are_trace_errors(tmp_path) -> None:
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 20)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and then nothing")
+    pq.write_table(pa.table({"time": [1.0]}), tmp_path / "column.parquet")
+    pq.write_table(pa.table({"arrival_s": [1.0, None]}), tmp_path / "null.parquet")
+    pq.write_table(pa.table({"arrival_s": [3.0, 2.0]}), tmp_path / "unsorted.parquet")
+    for name in ("binary.csv", "cut.parquet", "column.parquet", "null.parquet", "unsorted.parquet", "absent.csv", ""):
+        with pytest.raises(TraceError) as caught:
+            read_trace(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_impossible_shapes_of_load_are_configuration_errors() -> None:
+    with pytest.raises(ConfigError, match="burst_s is 5; it must be below burst_every_s"):
+        generate(WorkloadConfig(kind="bursty", burst_s=5.0, burst_every_s=5.0), 0, 1)
+    with pytest.raises(ConfigError, match=r"day_swing is 1\.5"):
+        generate(WorkloadConfig(kind="diurnal", day_swing=1.5), 0, 1)
+    with pytest.raises(ConfigError, match="0 samples"):
+        generate(WorkloadConfig(), 0, 0)
