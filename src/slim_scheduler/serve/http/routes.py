@@ -24,7 +24,7 @@ from slim_scheduler.serve.openapi import document
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.serve.service import Service
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parents[1] / "page"
 PAGE_FILES = {path.name: path for path in PAGE.iterdir() if path.is_file()}
 # Everything the page loads comes from here; nobody may frame it.
 PAGE_HEADERS = {
