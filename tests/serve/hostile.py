@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slim_scheduler.serve.compression import inflate_now
 from slim_scheduler.serve.decode import InferenceCall, decode_infer
-from slim_scheduler.serve.http.body import inflate_now
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.metadata import ModelCard
 from slim_scheduler.serve.refusal import Refusal

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slim_scheduler.serve.http.body import inflate_now
+from slim_scheduler.serve.compression import inflate_now
 from slim_scheduler.serve.refusal import Kind, Refusal
 from tests.serve.hostile import CARD, LIMITS, Malformed, fuzz_one, malformed, parse
 

@@ -23,12 +23,12 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.serve.access import Access, Guard, token_from_environment
 from slim_scheduler.serve.grpc.management import ManagementRpc
 from slim_scheduler.serve.grpc.servicer import InferenceRpc, StateRpc, start_rpc
-from slim_scheduler.serve.http.body import Held
 from slim_scheduler.serve.http.connection import connection_class, sweep_forever
 from slim_scheduler.serve.http.front import App, HttpFront
 from slim_scheduler.serve.http.routes import management_routes, public_routes
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.live import Live
+from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import Layout
 from slim_scheduler.serve.metrics import registry_of
 from slim_scheduler.serve.observer import Observer
@@ -88,9 +88,9 @@ async def running(
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
-    held = Held(limits.held_bytes)
+    memory = MemoryBudget(limits.held_bytes)
     public = public_routes(service, registry, live)
-    front = HttpFront(service, Guard(access), limits, public, held=held)  # type: ignore[arg-type]
+    front = HttpFront(service, Guard(access), limits, public, memory=memory)  # type: ignore[arg-type]
     responses.append(front.responses)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(_listening(front, access, ports.http, limits))
@@ -101,7 +101,7 @@ async def running(
             manager = HttpFront(service, Guard(inside), limits, routes, inference=False)  # type: ignore[arg-type]
             management = await stack.enter_async_context(_listening(manager, inside, ports.management, limits))
         if ports.grpc is not None:
-            servicer = InferenceRpc(service, Guard(access), limits, held)
+            servicer = InferenceRpc(service, Guard(access), limits, memory)
             rpc = await stack.enter_async_context(_listening_rpc(servicer, access, ports.grpc, limits))
         if ports.management_grpc is not None:
             managing = ManagementRpc(service, Guard(inside), limits)

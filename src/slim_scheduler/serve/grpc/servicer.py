@@ -28,8 +28,8 @@ from slim_scheduler.serve.decode import (
     output_wish,
 )
 from slim_scheduler.serve.encode import Answer, cost_of, labels_of, pack_strings
-from slim_scheduler.serve.http.body import Held
 from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import INPUT, OUTPUT, VERSION, ModelCard
 from slim_scheduler.serve.parameters import LONGEST_DEADLINE_S, OutputForm, asked_of
 from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, invalid, quote
@@ -134,11 +134,11 @@ class StateRpc(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
 
 class InferenceRpc(StateRpc):
-    """The public listener's service: inference as well. `held` bounds the bodies of all listeners together."""
+    """The public listener's service: inference as well. `memory` bounds the requests of all listeners together."""
 
-    def __init__(self, service: Service, guard: Guard, limits: Limits, held: Held) -> None:
+    def __init__(self, service: Service, guard: Guard, limits: Limits, memory: MemoryBudget) -> None:
         super().__init__(service, guard, limits)
-        self._held = held
+        self._memory = memory
 
     @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:  # noqa: N802
@@ -183,7 +183,7 @@ class InferenceRpc(StateRpc):
 
     async def _infer(self, request: Any, context: Context) -> Any:
         size = request.ByteSize()
-        self._held.take(size)
+        self._memory.reserve(size)
         try:
             metadata = dict(context.invocation_metadata() or ())
             served = self._service.repository.find(request.model_name, request.model_version)
@@ -191,7 +191,7 @@ class InferenceRpc(StateRpc):
             answer = await self._service.infer(served, call, str(metadata.get("traceparent", "")))
             return response_of(call, answer, served.card)
         finally:
-            self._held.give(size)
+            self._memory.release(size)
 
     @rpc
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:  # noqa: N802

@@ -1,49 +1,20 @@
-"""Collecting a request's body: size limits while it arrives, gzip and deflate undone within the same limits.
+"""Collecting a request's body: its size is checked against the limits while it arrives."""
 
-A compressed body is inflated piece by piece and given up as soon as it passes the limit, so a small bomb never takes
-more memory than an honest large body. `Held` bounds what all requests together may hold.
-"""
-
-import asyncio
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.serve.compression import too_large
+from slim_scheduler.serve.memory import MemoryBudget
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-
-# Inflating takes about 4 ms per MiB: beyond this it would hold up every other request.
-INFLATE_INLINE = 256 * 1024
-# zlib: 16 + MAX_WBITS reads gzip, MAX_WBITS a zlib header (HTTP's "deflate"), -MAX_WBITS what some clients send for it.
-_GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
 class Disconnected(Exception):  # noqa: N818 - an outcome, not an error
     """The client went away before its request was complete."""
 
 
-class Held:
-    """Bytes of request bodies in memory, all requests together."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.bytes = 0
-
-    def take(self, size: int) -> None:
-        """Raises Refusal when all bodies together would pass the limit."""
-        if self.bytes + size > self.limit:
-            raise Refusal(
-                Kind.UNAVAILABLE, f"requests in progress hold {self.bytes} of {self.limit} bytes; try again", 1.0
-            )
-        self.bytes += size
-
-    def give(self, size: int) -> None:
-        self.bytes -= size
-
-
-async def read_body(receive: Receive, declared: int | None, limit: int, held: Held) -> bytes:
-    """The whole body as it came. The caller gives its length back to `held` when done with it.
+async def read_body(receive: Receive, declared: int | None, limit: int, memory: MemoryBudget) -> bytes:
+    """The whole body as it came. The caller releases its length when done with it.
 
     Raises Refusal when it is, or says it will be, longer than `limit`; Disconnected when the client went away.
     """
@@ -54,10 +25,10 @@ async def read_body(receive: Receive, declared: int | None, limit: int, held: He
         raise Disconnected
     first: bytes = message.get("body", b"")
     size = len(first)
-    held.take(size)
+    memory.reserve(size)
     if not message.get("more_body", False):
         if size > limit:
-            held.give(size)
+            memory.release(size)
             raise too_large(size, limit)
         return first
     body = bytearray(first)
@@ -69,53 +40,11 @@ async def read_body(receive: Receive, declared: int | None, limit: int, held: He
             piece: bytes = message.get("body", b"")
             if size + len(piece) > limit:
                 raise too_large(size + len(piece), limit)
-            held.take(len(piece))
+            memory.reserve(len(piece))
             size += len(piece)
             body += piece
             if not message.get("more_body", False):
                 return bytes(body)
     except BaseException:
-        held.give(size)
+        memory.release(size)
         raise
-
-
-async def inflate(body: bytes, encoding: str, limit: int) -> bytes:
-    """Undoes one Content-Encoding. Raises Refusal for a broken, unknown or too large one."""
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise invalid(f"Content-Encoding {quote(encoding)} is not accepted; available: gzip, deflate, identity")
-    if len(body) <= INFLATE_INLINE // 8:
-        try:
-            return inflate_now(body, encoding, min(limit, INFLATE_INLINE))
-        except Refusal as refusal:
-            if refusal.kind is not Kind.TOO_LARGE or limit <= INFLATE_INLINE:
-                raise
-    return await asyncio.get_running_loop().run_in_executor(None, inflate_now, body, encoding, limit)
-
-
-def inflate_now(body: bytes, encoding: str, limit: int) -> bytes:
-    """The same, at once. Memory stays within `limit` and a little."""
-    if encoding == "deflate":
-        # A zlib header is 0x78 and a checksum over two bytes; without one the data is bare deflate.
-        zlibbed = len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-        stream = zlib.decompressobj(_ZLIB if zlibbed else _RAW)
-    else:
-        stream = zlib.decompressobj(_GZIP)
-    try:
-        out = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise invalid(f"the body is not valid {encoding}: {error}") from None
-    if len(out) > limit:
-        raise too_large(len(out), limit, at_least=True)
-    if not stream.eof:
-        raise invalid(f"the {encoding} body ends too early")
-    if stream.unused_data:
-        raise invalid(f"the {encoding} body has {len(stream.unused_data)} bytes after its end")
-    return out
-
-
-def too_large(size: int, limit: int, at_least: bool = False) -> Refusal:
-    """The refusal for a body over the limit."""
-    return Refusal(
-        Kind.TOO_LARGE,
-        f"the body has {'at least ' if at_least else ''}{size} bytes; at most {limit} are accepted, split the request",
-    )

@@ -13,16 +13,18 @@ from functools import partial
 from typing import Any
 
 from slim_scheduler.serve.access import Guard
+from slim_scheduler.serve.compression import inflate
 from slim_scheduler.serve.decode import Buffer, InferenceCall, decode_infer
 from slim_scheduler.serve.encode import encode_answer
 from slim_scheduler.serve.http.admission import turned_away
-from slim_scheduler.serve.http.body import Disconnected, Held, inflate, read_body
+from slim_scheduler.serve.http.body import Disconnected, read_body
 from slim_scheduler.serve.http.connection import Connection, answer_bytes
 from slim_scheduler.serve.http.fields import check_repeats, compressed, traceparent, whole_number
 from slim_scheduler.serve.http.intake import IN_HAND, Intake, Known
 from slim_scheduler.serve.http.known import InferHead, Template
 from slim_scheduler.serve.http.reply import JSON, Field, Reply, content_length, refused, refused_early, whole_seconds
 from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, quote
 from slim_scheduler.serve.repository import Served
 from slim_scheduler.serve.service import Service
@@ -52,14 +54,14 @@ class HttpFront:
         limits: Limits,
         routes: App,
         inference: bool = True,
-        held: Held | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         self._service = service
         self._inference = inference
         self._guard = guard
         self._limits = limits
         self._routes = routes
-        self._held = held or Held(limits.held_bytes)
+        self._memory = memory or MemoryBudget(limits.held_bytes)
         self._intakes: dict[str, Intake] = {}  # by model
         self._last_refused: tuple[Template | None, float, bytes] = None, 0.0, b""  # what was asked, until when it holds
         self.responses: dict[int, int] = {}
@@ -103,12 +105,12 @@ class HttpFront:
         try:
             self._service.repository.find(name, version)
             declared = whole_number(headers, b"content-length")
-            body = await read_body(receive, declared, self._limits.body_bytes, self._held)
+            body = await read_body(receive, declared, self._limits.body_bytes, self._memory)
             held = len(body)
             encoding = headers.get(b"content-encoding", b"identity")
             if encoding != b"identity":
                 body = await inflate(body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
-                self._held.take(len(body))
+                self._memory.reserve(len(body))
                 held += len(body)
             head = InferHead(name, version, held, whole_number(headers, b"inference-header-content-length"), headers)
             served = self._service.repository.find(name, version)  # again: reading a body takes a while
@@ -120,7 +122,7 @@ class HttpFront:
                 return  # nobody is left to answer; the engine has dropped the work
             raise
         finally:
-            self._held.give(held)
+            self._memory.release(held)
             if connection is not None:
                 connection.inference = None
         await self._reply(200, fields, reply, headers, scope, send)
@@ -172,7 +174,7 @@ class HttpFront:
                     self._count(Kind.UNAVAILABLE)
                     return
             call = self._let_in(served, head, body, read)
-            self._held.take(len(body))
+            self._memory.reserve(len(body))
         except Refusal as refusal:
             self._answer_whole(connection, head, refused(refusal))
         except Exception:
@@ -222,14 +224,14 @@ class HttpFront:
 
     def _begin(self, known: Known) -> asyncio.Future[None] | None:
         if known.connection.gone:
-            self._held.give(known.head.length)
+            self._memory.release(known.head.length)
             return None
         task = known.connection.serve(self._infer_known(known))
         task.add_done_callback(partial(self._ended, known))
         return task
 
     def _ended(self, known: Known, task: asyncio.Future[None]) -> None:
-        self._held.give(known.head.length)
+        self._memory.release(known.head.length)
         if task.cancelled() and not known.connection.gone:
             known.connection.transport.close()  # the server stops, and no answer will come
 

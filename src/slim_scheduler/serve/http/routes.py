@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slim_scheduler.serve.http.body import Disconnected, Held, read_body
+from slim_scheduler.serve.http.body import Disconnected, read_body
 from slim_scheduler.serve.live import MOST_VIEWERS, Live
+from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.openapi import document
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.serve.service import Service
@@ -217,7 +218,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _body(request: Request, kind: Any) -> Any:
     """A small JSON body, read within a limit; an empty one has every default."""
     try:
-        text = await read_body(request.receive, None, SMALL_BODY, Held(1 << 30))
+        text = await read_body(request.receive, None, SMALL_BODY, MemoryBudget(1 << 30))
     except Disconnected:
         raise invalid("the body is incomplete") from None
     try:
