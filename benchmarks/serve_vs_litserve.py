@@ -34,7 +34,8 @@ import torch
 import uvloop
 
 from slim_scheduler.client.client import Constraints, infer_body
-from slim_scheduler.client.load import HttpSender, LoadResult, Tally, closed_loop, open_loop, payloads, result_of
+from slim_scheduler.client.load import LoadResult, Tally, closed_loop, open_loop, result_of
+from slim_scheduler.client.senders import HttpSender, payloads
 from slim_scheduler.client.wire import request_head
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.model import checkpoint

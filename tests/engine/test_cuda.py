@@ -54,7 +54,7 @@ async def test_gpu_answers_are_the_cpus():
 
 @gpu
 async def test_gpu_memory_is_freed_when_instances_go():
-    from slim_scheduler.engine.devices.device import open_device
+    from slim_scheduler.engine.devices.registry import open_device
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

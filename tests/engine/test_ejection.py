@@ -4,7 +4,7 @@ import asyncio
 
 from slim_scheduler.core.messages import Message, ServerChanged
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.devices.device import CpuDevice
+from slim_scheduler.engine.devices.cpu import CpuDevice
 from slim_scheduler.engine.engine import SlimEngine
 from tests.engine.live import NETWORK, SHAPE, Watch, config_of, engine_of, images
 

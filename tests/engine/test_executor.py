@@ -9,7 +9,7 @@ import torch
 
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.types import Batch, Task
-from slim_scheduler.engine.devices.device import CpuDevice
+from slim_scheduler.engine.devices.cpu import CpuDevice
 from slim_scheduler.engine.executor import BRIEF, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
 
 from .live import NETWORK, SHAPE, images

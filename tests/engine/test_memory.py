@@ -11,7 +11,8 @@ import torch
 from slim_scheduler.core.errors import OutOfMemoryError
 from slim_scheduler.core.messages import BatchFailed, InstanceUnloaded, LoadInstance, StartBatch
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.devices.device import CpuDevice, MemoryLedger, cpu_memory_errors
+from slim_scheduler.engine.devices.base import MemoryLedger
+from slim_scheduler.engine.devices.cpu import CpuDevice, cpu_memory_errors
 
 from .live import NETWORK, SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images
 

@@ -8,7 +8,8 @@ import pytest
 from slim_scheduler.core import messages as m
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.core.types import Batch, Block, Decision, ItemOutcome, Outcome, Request, Task
-from slim_scheduler.record.recorder import Level, Recorder, RunInfo, read_record, record_hash, replay_steps
+from slim_scheduler.record.levels import Level
+from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, record_hash, replay_steps
 
 INFO = RunInfo(mode="simulated", router="jsq:0.25", seed=3, ended_at=1.0)
 TASK = Task(7, 1, 0, None, None, 0.1, None, 0)

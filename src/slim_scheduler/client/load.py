@@ -12,17 +12,16 @@ import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import uvloop
 
-from slim_scheduler.client.client import Constraints, infer_body
-from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
+from slim_scheduler.client.client import Constraints
+from slim_scheduler.client.senders import HttpSender, Status
+from slim_scheduler.client.wire import ConnectionLostError
 from slim_scheduler.core.errors import InputError
 
-Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
 Transport = Literal["http", "grpc"]
 VALID_LAG_S = 0.005
 SPARE_FILES = 64  # that a process has open beside its connections
@@ -122,7 +121,7 @@ async def _run(
     rng = np.random.default_rng(seed)
     pool = concurrency or connections
     if transport == "grpc":
-        from slim_scheduler.client.load_grpc import GrpcSender
+        from slim_scheduler.client.grpc_sender import GrpcSender
 
         sender: Any = await GrpcSender.open(url, model, token, items, datatype, constraints, rng)
     else:
@@ -192,76 +191,6 @@ def _brief_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class HttpSender:
-    """Sends infer requests over a pool of kept connections; more requests than connections wait for one."""
-
-    def __init__(self, host: str, port: int, requests: list[bytes], most: int) -> None:
-        self._host = host
-        self._port = port
-        self._requests = requests
-        self._free: list[HttpConnection] = []
-        self._room = asyncio.Semaphore(most)
-
-    @classmethod
-    async def open(
-        cls,
-        url: str,
-        model: str | None,
-        token: str | None,
-        items: int,
-        datatype: str,
-        constraints: Constraints,
-        rng: np.random.Generator,
-        most: int,
-    ) -> "HttpSender":
-        from slim_scheduler.client.client import AsyncSlimClient
-
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        async with AsyncSlimClient(url, model, token) as client:
-            metadata = await client.metadata()
-        host, port = parts.hostname or "localhost", parts.port or 80
-        requests = []
-        for images in payloads(metadata["inputs"][0]["shape"][1:], items, datatype, rng):
-            body, json_length = infer_body(images, constraints)
-            fields = {"inference-header-content-length": str(json_length)}
-            if token:
-                fields["authorization"] = f"Bearer {token}"
-            path = f"/v2/models/{metadata['name']}/infer"
-            requests.append(request_head("POST", path, f"{host}:{port}", len(body), fields) + body)
-        return cls(host, port, requests, most)
-
-    async def send(self, number: int) -> Status:
-        async with self._room:
-            try:
-                connection = self._kept() or await HttpConnection.open(self._host, self._port)
-                status, _, _ = await connection.send(self._requests[number % len(self._requests)])
-            except (OSError, ConnectionLostError):
-                return "lost"
-            if connection.open_for_more:
-                self._free.append(connection)
-            return status
-
-    def _kept(self) -> HttpConnection | None:
-        """A connection that the server has not closed while nothing was sent on it."""
-        while self._free:
-            connection = self._free.pop()
-            if connection.open_for_more:
-                return connection
-        return None
-
-    async def close(self) -> None:
-        for connection in self._free:
-            connection.close()
-
-
-def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Generator, count: int = 16) -> list[Any]:
-    """Some different inputs; what is in them does not change how long they take."""
-    shape = (items, *item_shape)
-    if datatype == "UINT8":
-        return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
-    return [rng.standard_normal(shape, dtype=np.float32) for _ in range(count)]
 
 
 def result_of(

@@ -9,7 +9,8 @@ from slim_scheduler.core.errors import ConfigError, DataError, ProfileError
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
-from slim_scheduler.engine.devices.device import Device, open_device
+from slim_scheduler.engine.devices.base import Device
+from slim_scheduler.engine.devices.registry import open_device
 from slim_scheduler.engine.executor import Executor, Job
 from slim_scheduler.engine.local.host import DISPATCHER
 from slim_scheduler.engine.local.server import LiveServer

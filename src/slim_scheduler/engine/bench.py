@@ -22,7 +22,8 @@ from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.inputs import Normalization
 from slim_scheduler.model.checkpoint import load_manifest
 from slim_scheduler.model.data import load_data
-from slim_scheduler.record.recorder import Level, Recorder, RunInfo
+from slim_scheduler.record.levels import Level
+from slim_scheduler.record.recorder import Recorder, RunInfo
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.workload import Arrivals, generate

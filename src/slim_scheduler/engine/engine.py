@@ -36,7 +36,7 @@ from slim_scheduler.core.types import (
 from slim_scheduler.core.view import ServerView
 from slim_scheduler.engine.assembly import accuracy_if_measured, live_config, live_server, profiles_if_all
 from slim_scheduler.engine.clock import MonotonicClock
-from slim_scheduler.engine.devices.device import Device
+from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
 from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder

@@ -18,7 +18,7 @@ from torch import Tensor
 from slim_scheduler.core.errors import OutOfMemoryError
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
-from slim_scheduler.engine.devices.device import Device, Rows
+from slim_scheduler.engine.devices.base import Device, Rows
 from slim_scheduler.model.protocol import SegmentSlice
 
 

@@ -16,7 +16,8 @@ import torch
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, Bytes, Seconds, ServerName, Task, Width
-from slim_scheduler.engine.devices.device import Device, Rows, open_device
+from slim_scheduler.engine.devices.base import Device, Rows
+from slim_scheduler.engine.devices.registry import open_device
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
 from slim_scheduler.model.protocol import SlimmableModel
 

@@ -16,53 +16,13 @@ import numpy as np
 from slim_scheduler.core import messages as m
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.core.types import Request, RequestId, Seconds
+from slim_scheduler.record.levels import CARRIED, KINDS_OF_LEVEL, Level
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from slim_scheduler.record.table import Judge, Row
 
-Level = Literal["full", "blocks", "summary"]
-
-# What the summary needs, from either side of a step. A server's report is taken where it was made: messages get lost.
-_SUMMARY_EVENTS = (m.RequestArrived,)
-_SUMMARY_COMMANDS = (m.Reply, m.BlockFinished, m.ServerReported, m.RouterFellBack, m.ServerChanged)
-_BLOCKS_EVENTS = (
-    *_SUMMARY_EVENTS,
-    m.RequestCancelled,
-    m.ServerJoined,
-    m.ServerLeft,
-    m.RouterTooSlow,
-    m.BatchFailed,
-    m.InstanceReady,
-    m.InstanceFailed,
-    m.InstanceUnloaded,
-)
-_BLOCKS_COMMANDS = (
-    *_SUMMARY_COMMANDS,
-    m.StartBatch,
-    m.BatchReported,
-    m.TasksReturned,
-    m.LoadInstance,
-    m.UnloadInstance,
-)
-_CARRIED = (m.BatchReported, m.TasksReturned, m.ServerReported)
-_ALL_EVENTS = (
-    *_BLOCKS_EVENTS,
-    *_CARRIED,
-    m.TimerFired,
-    m.BlockArrived,
-    m.CancelTasks,
-    m.BatchDone,
-    m.Resume,
-    m.DeviceSampled,
-)
-_ALL_COMMANDS = (*_BLOCKS_COMMANDS, m.SendBlock, m.CancelTasks, m.WakeAt)
-_KINDS: dict[Level, tuple[tuple[type, ...], tuple[type, ...]]] = {
-    "full": (_ALL_EVENTS, _ALL_COMMANDS),
-    "blocks": (_BLOCKS_EVENTS, _BLOCKS_COMMANDS),
-    "summary": (_SUMMARY_EVENTS, _SUMMARY_COMMANDS),
-}
 # Large enough that a live run of a minute is not held up by a conversion, small enough for some 100 MB.
 _STEPS_PER_CHUNK: dict[Level, int] = {"full": 1 << 15, "blocks": 1 << 17, "summary": 1 << 17}
 _INFO_KEY = b"slim_scheduler.run"
@@ -101,7 +61,7 @@ class Record(msgspec.Struct, frozen=True):
         kind = self.rows["kind"]
         chosen = pc.is_in(kind, _strings(kinds))
         copies = pc.and_(
-            pc.equal(self.rows["machine"], "dispatcher"), pc.is_in(kind, _strings([c.__name__ for c in _CARRIED]))
+            pc.equal(self.rows["machine"], "dispatcher"), pc.is_in(kind, _strings([c.__name__ for c in CARRIED]))
         )
         return self.rows.filter(pc.and_not(chosen, copies))
 
@@ -114,7 +74,7 @@ class Recorder:
     """
 
     def __init__(self, level: Level, judge: "Judge", path: Path | None = None) -> None:
-        events, commands = _KINDS[level]
+        events, commands = KINDS_OF_LEVEL[level]
         self.level = level
         self._judge = judge
         self._pending: dict[type, list[Row]] = {kind: [] for kind in (*events, *commands)}

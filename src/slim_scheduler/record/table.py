@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from slim_scheduler.core import messages as m
 from slim_scheduler.core.types import ItemId, ItemOutcome, Outcome, Request, RequestId, Seconds, WidthTuple
-from slim_scheduler.record.recorder import Level
+from slim_scheduler.record.levels import Level
 
 # (time, machine, message, step, position): position 0 is the event of a step, its commands follow.
 Row = tuple[Seconds, str, Any, int, int]

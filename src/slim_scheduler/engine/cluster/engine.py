@@ -21,7 +21,7 @@ from slim_scheduler.engine.cluster.host import ClusterHost
 from slim_scheduler.engine.cluster.ray_session import RaySession
 from slim_scheduler.engine.cluster.remote_server import RemoteServer
 from slim_scheduler.engine.cluster.transport import DirectSeam, Seam
-from slim_scheduler.engine.devices.device import Device
+from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.local.host import DISPATCHER, StepRecorder
 from slim_scheduler.engine.local.server import reason

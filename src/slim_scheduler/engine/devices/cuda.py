@@ -19,7 +19,7 @@ from slim_scheduler.core.errors import ConfigError, OutOfMemoryError
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Width
 from slim_scheduler.engine.activations import runs
-from slim_scheduler.engine.devices.device import Device, MemoryLedger, Rows, warm_up
+from slim_scheduler.engine.devices.base import Device, MemoryLedger, Rows, warm_up
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 
 log = logging.getLogger(__name__)

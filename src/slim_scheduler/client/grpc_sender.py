@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from slim_scheduler.client.client import Constraints
-from slim_scheduler.client.load import Status, payloads
+from slim_scheduler.client.senders import Status, payloads
 from slim_scheduler.core.errors import InputError
 
 
