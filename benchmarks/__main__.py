@@ -2,11 +2,15 @@
 
 python -m benchmarks                 # all
 python -m benchmarks core_speed      # one
+
+Each row carries the commit that was measured. Rows from before this was recorded say `stored with COMMIT`: the commit
+that brought the row into results.json.
 """
 
 import importlib
 import json
 import pkgutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,17 +19,32 @@ import benchmarks
 RESULTS = Path(__file__).parent / "results.json"
 
 
+def measured_commit(folder: Path) -> str:
+    """The commit that is checked out in `folder`, and whether its tracked files are changed; `unknown` without git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit} with uncommitted changes" if changed else commit
+
+
+def _git(folder: Path, *command: str) -> str:
+    return subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main(names: list[str]) -> int:
     known = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.name.startswith("_"))
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
+    commit = measured_commit(RESULTS.parent)  # before the first result changes results.json
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for name in names or known:
         print(f"-- {name}", flush=True)
         for measured, row in importlib.import_module(f"benchmarks.{name}").run().items():
-            results[measured] = row
+            results[measured] = {**row, "commit": commit}
             ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
             print(f"{measured}: ratio {ratio}, ours {row['ours']}, theirs {row['theirs']} {row['unit']}", flush=True)
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
