@@ -49,6 +49,13 @@ def test_a_plan_takes_a_share_of_a_devices_time(slim: Slim, tmp_path: Path, rout
     assert wrong in refused(slim, "simulate", "--config", DEMO, "--router", router, "--out", tmp_path)
 
 
+def test_a_teacher_needs_a_network(slim: Slim, tmp_path: Path) -> None:
+    line = refused(
+        slim, "fit", "--preset", "digits", "--data", "digits", "--teacher", tmp_path, "--out", tmp_path / "taught"
+    )
+    assert "has neither manifest.json nor teacher.json" in line
+
+
 def test_a_cluster_needs_a_server(slim: Slim, tmp_path: Path) -> None:
     config = tmp_path / "empty.toml"
     config.write_text("[workload]\nrate = 10\n")

@@ -91,7 +91,8 @@ def test_live_comparison_runs_here_and_says_so(slim: Slim, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_network_is_trained_judged_and_measured(slim: Slim, tmp_path: Path) -> None:
     model, profile = tmp_path / "small", tmp_path / "small.json"
-    code, out, _ = slim("fit", "--preset", "digits", "--data", "digits", "--out", model, "--epochs", 1, "--json")
+    fit = ("fit", "--preset", "digits", "--data", "digits", "--epochs", 1, "--teacher", ROOT / "models/digits")
+    code, out, _ = slim(*fit, "--out", model, "--json")
     assert (code, json.loads(out)["out"]) == (0, str(model))
     code, out, _ = slim("accuracy", "--model", model, "--data", "digits", "--json")
     judged = json.loads(out)

@@ -23,6 +23,7 @@ def add(app: typer.Typer) -> None:
             "slim fit --preset digits --data digits --out models/my-digits",
             "slim fit --preset cifar100 --data data/cifar-100-binary --out models/cifar100 --device cuda:0",
             "slim fit --preset cifar100-lean --from models/cifar100 --data data/cifar-100-binary --out models/further",
+            "slim fit --preset digits --data digits --teacher models/digits --out models/taught",
         )
     )(fit)
     app.command(epilog=examples("slim accuracy --model models/digits --data digits --json"))(accuracy)
@@ -32,12 +33,17 @@ def add(app: typer.Typer) -> None:
 def fit(
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder; an interrupted run there resumes.")],
-    preset: Annotated[str, typer.Option("--preset", "-p", help="digits, cifar100 or cifar100-lean.")] = "digits",
+    preset: Annotated[
+        str, typer.Option("--preset", "-p", help="digits, cifar100, cifar100-lean or cifar100-taught.")
+    ] = "digits",
     device: Device = "cpu",
     epochs: Annotated[int | None, typer.Option("--epochs", help="Instead of the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="End on time instead of after epochs.")] = None,
     start: Annotated[
         Path | None, typer.Option("--from", help="A finished network of this preset, to train further.")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option("--teacher", help="Folder of a stronger network whose answers are learnt from.")
     ] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -52,7 +58,16 @@ def fit(
             show(step.share, f"epoch {step.epoch:.1f}, loss {step.loss:.3f}" + (f", {_curve(last)}" if last else ""))
 
         result = train(
-            preset, data, out, seed=seed, device=device, epochs=epochs, minutes=minutes, start=start, progress=report
+            preset,
+            data,
+            out,
+            seed=seed,
+            device=device,
+            epochs=epochs,
+            minutes=minutes,
+            start=start,
+            teacher=teacher,
+            progress=report,
         )
     if as_json:
         import msgspec

@@ -12,7 +12,7 @@ import msgspec
 
 from slim_scheduler.core.accuracy import tuple_name
 from slim_scheduler.model.architecture import Architecture, tuple_cost
-from slim_scheduler.model.checkpoint import Manifest, load_manifest
+from slim_scheduler.model.checkpoint import Manifest, Training, load_manifest
 from slim_scheduler.model.presets import PRESETS, Preset
 
 # Top-1 % on CIFAR-100 (arXiv 2510.09018, tables I and II)
@@ -138,15 +138,31 @@ def smoothed_label_entropy(smoothing: float, classes: int) -> float:
 def recipe_text(manifest: Manifest) -> str:
     training = manifest.training
     assert training is not None
-    recipe = msgspec.json.encode(training.recipe).decode()
+    fields = msgspec.to_builtins(training.recipe).items()
+    used = {name: value for name, value in fields if training.teacher or not name.startswith("teacher_")}
+    recipe = msgspec.json.encode(used).decode()
     epochs = training.history[-1].epoch if training.history else 0.0
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
         f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
         f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured."
-        f"{further}\n\n"
+        f"{further} {teaching_text(training)}\n\n"
         f"```json\n{recipe}\n```"
     )
+
+
+def teaching_text(training: Training) -> str:
+    """Who taught, and whether anything but the data of the same name reached the weights."""
+    text = (
+        f"Outside data behind these weights: {training.outside_data}." if training.outside_data else "No outside data."
+    )
+    teacher = training.teacher
+    if teacher is None:
+        return text
+    top1 = "" if teacher.top1 is None else f", {100 * teacher.top1:.2f} % on images held out from it"
+    kept = (teacher.data, teacher.seed, teacher.held_out) == (training.data, training.seed, training.recipe.held_out)
+    seen = "" if kept else " It had seen some of the held-out images: accuracy on them is no honest estimate."
+    return f"Taught by {teacher.name} (SHA-256 `{teacher.sha256[:16]}...`{top1}).{seen} {text}"
 
 
 def curve_table(manifest: Manifest, arch: Architecture) -> str:

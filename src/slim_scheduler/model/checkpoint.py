@@ -32,10 +32,26 @@ HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near th
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
+class TeacherRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who taught a network. `data`, `seed` and `held_out` say which training images the teacher itself was kept from.
+
+    `outside_data` names what it had seen beside `data`, empty for none; `top1` is in [0, 1], on its held-out images.
+    """
+
+    name: str
+    sha256: str
+    data: str
+    seed: int
+    held_out: float
+    outside_data: str
+    top1: float | None = None
+
+
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """How the weights came about. `seconds` is time on the clock; `history` the curve on held-out images.
 
     `started_from`: SHA-256 of the weights that a further run began with; seconds and history include theirs.
+    `outside_data`: what reached the weights beside `data`, through a teacher or the weights that they started from.
     """
 
     preset: str
@@ -46,6 +62,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     history: tuple[EpochRecord, ...]
     started_from: str = ""
+    teacher: TeacherRecord | None = None
+    outside_data: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,13 +107,13 @@ def save(
         weights_bytes=len(raw),
         training=training,
     )
-    _replace(folder / WEIGHTS, raw)
+    replace_file(folder / WEIGHTS, raw)
     write_manifest(folder, manifest)
     return manifest
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> None:
-    _replace(Path(folder) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+    replace_file(Path(folder) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
 def load_manifest(folder: str | Path) -> Manifest:
@@ -196,7 +214,8 @@ def _parameters(arch: Architecture) -> int:
     return math.ceil(tuple_cost(arch, (1.0,) * arch.segments)[1])
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     os.replace(partial, path)

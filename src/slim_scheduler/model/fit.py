@@ -23,6 +23,7 @@ from slim_scheduler.model.optimizer import MuonSgd
 from slim_scheduler.model.presets import Preset, Recipe, preset_named
 from slim_scheduler.model.sandwich import backward, width_tuples
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.model.teacher import Teacher, load_teacher
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
 from slim_scheduler.model.workers import Workers
 from slim_scheduler.setup.interruption import deferred
@@ -66,6 +67,7 @@ def fit(
     minutes: float | None = None,
     workers: int | None = None,
     start: str | Path | None = None,
+    teacher: str | Path | None = None,
     save_every: float = 180.0,
     progress: Callable[[FitProgress], None] | None = None,
 ) -> FitResult:
@@ -75,7 +77,8 @@ def fit(
     differ). `workers` split each batch (default: one per compute thread on a CPU, one on a GPU); another number gives
     the same gradients up to rounding. The state is written every `save_every` seconds and at an interruption.
     `start` is a finished network of the same architecture to train further, with the whole schedule once more (a warm
-    restart, Loshchilov and Hutter 2017). Raises InputError and below.
+    restart, Loshchilov and Hutter 2017). `teacher` is a folder with a stronger network (`model.teacher`), whose
+    answers to the same augmented images are learnt from as the recipe's `teacher_*` say. Raises InputError and below.
     """
     preset = preset_named(preset) if isinstance(preset, str) else preset
     if epochs is not None:
@@ -84,7 +87,7 @@ def fit(
         preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
     if minutes is not None and minutes <= 0:
         raise InputError(f"minutes {minutes:g} must be more than 0")
-    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers, start)
+    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers, start, teacher)
     run.train(save_every, progress or (lambda _: None))
     return run.finish()
 
@@ -102,6 +105,7 @@ class _Run:
         minutes: float | None = None,
         workers: int | None = None,
         start: str | Path | None = None,
+        teacher: str | Path | None = None,
     ) -> None:
         self.preset, self.recipe, self.out, self.seed, self.device = preset, preset.recipe, out, seed, device
         self.minutes = minutes
@@ -112,6 +116,7 @@ class _Run:
                 f"data {self.data.name} has {len(self.data.classes)} classes, preset {preset.name} "
                 f"{preset.architecture.classes}; choose the preset that belongs to the data"
             )
+        self.teacher = self._teacher(Path(teacher)) if teacher is not None else None
         train, validation = held_out(self.data.train, self.recipe.held_out, seed)
         self.statistics = channel_statistics(train)
         self.validation = validation.take(np.arange(len(validation))[:: max(1, len(validation) // VALIDATION_ITEMS)])
@@ -148,11 +153,21 @@ class _Run:
         self.model.load_state_dict(checkpoint.load(folder, str(self.device)).state_dict())
         return manifest
 
+    def _teacher(self, folder: Path) -> Teacher:
+        teacher = load_teacher(folder, str(self.device))
+        teacher.check(self.data.classes, self.preset.architecture.item_shape)
+        return teacher
+
+    def _ask(self, images: Tensor) -> Tensor:
+        assert self.teacher is not None
+        return self.teacher.logits(images, *self.statistics)
+
     def _identity(self, labels: np.ndarray) -> str:
         import hashlib
 
         start = (self.before.weights_sha256,) if self.before else ()
-        content = msgspec.json.encode((self.preset, self.seed, self.data.name, labels.tolist(), *start))
+        teacher = (self.teacher.record.sha256,) if self.teacher else ()
+        content = msgspec.json.encode((self.preset, self.seed, self.data.name, labels.tolist(), start, teacher))
         return f"{self.preset.name}-seed{self.seed}-{hashlib.sha256(content).hexdigest()[:12]}"
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -202,7 +217,9 @@ class _Run:
         """One sandwich: widest, slimmest, random tuples. Returns the widest net's loss."""
         images, labels = self.batches.batch(self.state.step, share)
         tuples = width_tuples(self.preset.architecture, self.recipe, self.seed, self.state.step)
-        loss = backward(self.model, images, labels, tuples, self.recipe, self.workers)
+        loss = backward(
+            self.model, images, labels, tuples, self.recipe, self.workers, self._ask if self.teacher else None
+        )
         self.optimizer.step(schedule(share, self.recipe), self.workers)
         if self.average:
             with torch.no_grad():
@@ -250,10 +267,18 @@ class _Run:
             seconds=round(self.state.seconds + (before.seconds if before else 0.0), 1),
             history=continued(before.history if before else (), self.state.history),
             started_from=self.before.weights_sha256 if self.before else "",
+            teacher=self.teacher.record if self.teacher else None,
+            outside_data=self._outside_data(),
         )
         mean, std = self.statistics
         checkpoint.save(self.model, self.out, classes=self.data.classes, mean=mean, std=std, training=training)
         return FitResult(self.model, self.out, tuple(self.state.history), self.state.seconds)
+
+    def _outside_data(self) -> str:
+        """What the weights owe to other data, through the teacher or through what they started from."""
+        before = self.before.training.outside_data if self.before and self.before.training else ""
+        teacher = self.teacher.record.outside_data if self.teacher else ""
+        return "; ".join(dict.fromkeys(part for part in (before, teacher) if part))
 
 
 def continued(before: tuple[EpochRecord, ...], history: Sequence[EpochRecord]) -> tuple[EpochRecord, ...]:

@@ -15,6 +15,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `muon_lr` None trains everything by SGD. `sizes` are (share of the run from which, image height in pixels);
     `crop` is the largest shift and `cutout` the side of the square, both as a share of the image. `held_out` is the
     share of training images kept for validation and for the router's accuracy table.
+
+    With a teacher, its part of every width tuple's loss is `teacher_weight`, at `teacher_temperature` (Hinton et al.
+    2015). `teacher_non_target` decouples it: the weight of the classes that are not the label's beside 1 for the
+    label's (DKD, Zhao et al. 2022); None leaves the plain divergence.
     """
 
     epochs: int = 100
@@ -26,6 +30,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     warmup: float = 0.02
     label_smoothing: float = 0.1
     random_tuples: int = 1
+    teacher_weight: float = 0.7
+    teacher_temperature: float = 4.0
+    teacher_non_target: float | None = None
     sizes: tuple[tuple[float, int], ...] = ()
     crop: float = 0.125
     flip: bool = True
@@ -45,6 +52,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     architecture: Architecture
     recipe: Recipe
 
+
+LEAN = Architecture(blocks=(1, 1, 1, 1), stem_channels=32, stem_scales=False, pooling="mean+max", logit_scale=0.3)
 
 PRESETS = {
     preset.name: preset
@@ -92,15 +101,28 @@ PRESETS = {
         # One block per segment and growing images: what a few CPU cores can train.
         Preset(
             name="cifar100-lean",
-            architecture=Architecture(
-                blocks=(1, 1, 1, 1), stem_channels=32, stem_scales=False, pooling="mean+max", logit_scale=0.3
-            ),
+            architecture=LEAN,
             recipe=Recipe(
                 epochs=60,
                 batch=256,
                 muon_lr=0.06,
                 sgd_lr=0.2,
                 sizes=((0.0, 16), (0.15, 24), (0.6, 32)),
+                cutout=0.25,
+                held_out=0.05,
+                weights_dtype="float16",
+            ),
+        ),
+        # The lean network further, at full size throughout, from a finished one and with a teacher.
+        Preset(
+            name="cifar100-taught",
+            architecture=LEAN,
+            recipe=Recipe(
+                epochs=40,
+                batch=256,
+                muon_lr=0.03,
+                sgd_lr=0.1,
+                random_tuples=2,
                 cutout=0.25,
                 held_out=0.05,
                 weights_dtype="float16",
