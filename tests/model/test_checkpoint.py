@@ -98,7 +98,9 @@ def test_weights_of_another_architecture_are_refused(folder):
         ({"format": 9}, "format 9"),
         ({"classes": ["a", "b"]}, "number of class names is 2"),
         ({"mean": []}, "number of means is 0"),
-        ({"architecture": {"channels": [7, 16]}}, "damaged"),
+        ({"architecture": {"channels": [7, 16]}}, "blocks (2, 2, 2, 2) must be 2 positive numbers"),
+        ({"architecture": {"channel": [7, 16]}}, "unknown field `channel`"),
+        ({"architecture": {}}, "the architecture gives"),
         ({"weights_bytes": "many"}, "damaged"),
     ],
 )

@@ -90,7 +90,7 @@ class _Bench:
     ) -> None:
         shape = load_shape(config)
         manifest = load_manifest(config.model.path)
-        images = load_data(config.workload.data, shape.item_shape).test  # type: ignore[arg-type]
+        images = load_data(config.workload.data, shape.item_shape).test
         self.config = config
         self.router_name = router_name
         self.seed = seed

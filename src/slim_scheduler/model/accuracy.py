@@ -42,10 +42,10 @@ def measure_folder(
     folder = Path(folder)
     manifest = checkpoint.load_manifest(folder)
     model = checkpoint.load(folder, device)
-    images = load_data(data, manifest.architecture.item_shape)
-    if len(images.classes) != manifest.architecture.classes:
+    images = load_data(data, manifest.shape.item_shape)
+    if len(images.classes) != manifest.shape.classes:
         raise DataError(
-            f"data {images.name} has {len(images.classes)} classes, model {folder} {manifest.architecture.classes}"
+            f"data {images.name} has {len(images.classes)} classes, model {folder} {manifest.shape.classes}"
         )
     tables = {}
     for split, part in _splits(images, manifest).items():

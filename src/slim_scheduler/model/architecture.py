@@ -5,8 +5,8 @@ from, and what the manifest of a checkpoint stores. Nothing here needs torch.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -96,6 +96,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.index(width)
             return (self.classes,)
         return (self.segment_channels(segment, width), *self.spatial(segment))
+
+
+def architecture_of(values: Mapping[str, Any]) -> Architecture:
+    """An architecture from a manifest's values. Raises InputError."""
+    try:
+        return msgspec.convert(values, Architecture)
+    except msgspec.ValidationError as error:
+        raise InputError(f"architecture: {error}; this is no SlimResNet's") from None
 
 
 class ConvShape(msgspec.Struct, frozen=True):

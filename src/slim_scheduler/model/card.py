@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from slim_scheduler.core.accuracy import tuple_name
-from slim_scheduler.model.architecture import Architecture, tuple_cost
+from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
 from slim_scheduler.model.checkpoint import Manifest, Training, load_manifest
 from slim_scheduler.model.presets import PRESETS, Preset
 
@@ -28,7 +28,7 @@ CURVE_POINTS = 16  # rows of a training curve: enough to see its slope
 
 
 def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
-    """Writes the card of these model folders; returns its text."""
+    """Writes the card of these folders of SlimResNets; returns its text."""
     sections = ["# Model card", INTRODUCTION]
     for folder in folders:
         sections += model_section(Path(folder).resolve().name, load_manifest(folder))
@@ -39,7 +39,7 @@ def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
 
 def model_section(name: str, manifest: Manifest) -> list[str]:
     """One model: cost per width, accuracy, the paper's tables where they apply, recipe, curve."""
-    arch = manifest.architecture
+    arch = architecture_of(manifest.architecture)
     parts = [f"## {name}", description(manifest), cost_table(manifest)]
     test = manifest.accuracy.get("test", {})
     if test:
@@ -55,7 +55,7 @@ def model_section(name: str, manifest: Manifest) -> list[str]:
 
 
 def description(manifest: Manifest) -> str:
-    arch = manifest.architecture
+    arch = architecture_of(manifest.architecture)
     return (
         f"{'x'.join(map(str, arch.item_shape))} pixels into {arch.classes} classes; {arch.segments} segments of "
         f"{'-'.join(map(str, arch.channels))} channels with {'-'.join(map(str, arch.blocks))} blocks and strides "
@@ -67,7 +67,7 @@ def description(manifest: Manifest) -> str:
 
 def cost_table(manifest: Manifest) -> str:
     """Multiply-adds, parameters and accuracy per uniform width."""
-    arch, rows = manifest.architecture, []
+    arch, rows = architecture_of(manifest.architecture), []
     for width in arch.widths:
         widths = (width,) * arch.segments
         macs, parameters = tuple_cost(arch, widths)
@@ -83,7 +83,7 @@ def cost_table(manifest: Manifest) -> str:
 
 def spread_line(manifest: Manifest) -> str:
     """How accuracy behaves over all tuples, not just the uniform ones."""
-    test, arch = manifest.accuracy["test"], manifest.architecture
+    test, arch = manifest.accuracy["test"], architecture_of(manifest.architecture)
     slim = test[tuple_name((arch.widths[0],) * arch.segments)]
     worst, best = min(test, key=lambda t: test[t]), max(test, key=lambda t: test[t])
     below = sum(top1 < slim - 0.02 for top1 in test.values())
@@ -118,7 +118,7 @@ def distance_text(manifest: Manifest) -> str:
         return text
     before, last = training.history[max(-LAST_EPOCHS - 1, -len(training.history))], training.history[-1]
     gains = ", ".join(f"{100 * (last.top1[width] - before.top1[width]):+.1f}" for width in last.top1)
-    floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.architecture.classes)
+    floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.shape.classes)
     epochs = last.epoch - before.epoch
     return (
         f"{text} The targets stand. In its last {epochs:.0f} epochs, at the smallest learning rates, the uniform "

@@ -1,12 +1,11 @@
 """A network on disk: weights.safetensors and manifest.json in one folder. No pickle, and no fallback.
 
-The manifest says everything that is not a tensor, with the weights' SHA-256; what does not match is refused before
-memory is taken for it.
+The manifest says everything that is not a tensor: which class the network is of, by name, the values that build it
+again, and the weights' SHA-256. What does not match is refused before memory is taken for it.
 """
 
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,19 @@ from safetensors.torch import save as save_tensors
 
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.presets import Recipe
+from slim_scheduler.model.protocol import STORED_METHODS, StoredNetwork
 from slim_scheduler.model.shape import shape_of
-from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.model.training_state import EpochRecord
+from slim_scheduler.setup.plugins import find_class, name_of
 
 FORMAT = 1
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 MOST_MANIFEST_BYTES = 4 << 20
 HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near this size
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+NETWORKS = {"slim-resnet": "slim_scheduler.model.slim_resnet:SlimResNet"}
+GROUP = "slim_scheduler.networks"  # of entry points, through which a package offers a network
 
 
 class TeacherRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +68,16 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself. `accuracy`: top-1 in [0, 1] by split, then by width tuple ("0.25/0.5/...")."""
+    """What a checkpoint says of itself. `accuracy`: top-1 in [0, 1] by split, then by width tuple ("0.25/0.5/...").
+
+    `network` names the class: one of ours, an entry point of `slim_scheduler.networks`, or `module:Class`;
+    `architecture` are the JSON values from which the class builds the network again.
+    """
 
     format: int
+    network: str = "slim-resnet"
     shape: ModelShape
-    architecture: Architecture
+    architecture: dict[str, Any]
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -82,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(
-    model: SlimResNet,
+    model: StoredNetwork,
     folder: str | Path,
     *,
     classes: tuple[str, ...] = (),
@@ -90,16 +96,23 @@ def save(
     std: tuple[float, ...] = (),
     training: Training | None = None,
 ) -> Manifest:
-    """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole."""
+    """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole.
+
+    Defaults: classes are numbered, mean 0 and std 1 per channel. Raises InputError for a class that nobody could
+    import by name, or that does not build the same network again.
+    """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    channels = model.arch.item_shape[0]
+    name = folder.resolve().name
     dtype = DTYPES[training.recipe.weights_dtype if training else "float32"]
-    raw = save_tensors({n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()})
+    state = {key: _stored(tensor, dtype) for key, tensor in model.state_dict().items()}
+    raw = save_tensors(state)
+    shape = msgspec.structs.replace(shape_of(model), name=name)
+    channels = model.item_shape[0]
     manifest = Manifest(
         format=FORMAT,
-        shape=shape_of(model),
-        architecture=model.arch,
+        network=name_of(type(model), GROUP, NETWORKS),
+        shape=shape,
+        architecture=msgspec.to_builtins(model.architecture()),
         classes=classes or tuple(str(label) for label in range(model.classes)),
         mean=mean or (0.0,) * channels,
         std=std or (1.0,) * channels,
@@ -107,6 +120,9 @@ def save(
         weights_bytes=len(raw),
         training=training,
     )
+    _check_sizes(folder, manifest)
+    _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / WEIGHTS, raw)
     write_manifest(folder, manifest)
     return manifest
@@ -134,50 +150,95 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise CheckpointError(
             f"{path} has format {manifest.format}, this version reads {FORMAT}; write it again with `slim fit`"
         )
-    arch = manifest.architecture
-    expected = {
-        "shape.widths": (manifest.shape.widths, arch.widths),
-        "shape.segments": (manifest.shape.segments, arch.segments),
-        "shape.item_shape": (manifest.shape.item_shape, arch.item_shape),
-        "shape.classes": (manifest.shape.classes, arch.classes),
-        "number of class names": (len(manifest.classes), arch.classes),
-        "number of means": (len(manifest.mean), arch.item_shape[0]),
-        "number of standard deviations": (len(manifest.std), arch.item_shape[0]),
-    }
-    for name, (found, wanted) in expected.items():
-        if found != wanted:
-            raise CheckpointError(f"{path}: {name} is {found}, its architecture says {wanted}; fetch the model again")
+    _check_sizes(path, manifest)
     return manifest
 
 
-def load(folder: str | Path, device: str = "cpu") -> SlimResNet:
-    """The network of a folder, on `device`, float32. Raises CheckpointError, one line, with no fallback."""
+def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
+    """The network of a folder, on `device`, float32. Raises CheckpointError, one line, with no fallback.
+
+    The class that the manifest names is imported where Python finds it; the folder itself holds no code.
+    """
     folder = Path(folder)
     manifest = load_manifest(folder)
-    raw = _checked_weights(folder / WEIGHTS, manifest)
-    model = SlimResNet(manifest.architecture, folder.resolve().name)
+    path = folder / WEIGHTS
+    try:
+        outline = _outline(manifest)
+    except InputError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: {error}") from None
+    raw = _checked_weights(path, manifest, sum(_bytes(t) for t in outline.values()))
     try:
         tensors = load_tensors(raw)
     except SafetensorError as error:
-        raise CheckpointError(f"{folder / WEIGHTS} is no safetensors file ({error}); fetch the model again") from None
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    if wanted != found:
-        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: tensor {name} is {found.get(name, 'missing')}, the manifest's architecture needs "
-            f"{wanted.get(name, 'none')}; fetch the model again"
-        )
-    model.load_state_dict({name: t.float() for name, t in tensors.items()})
+        raise CheckpointError(f"{path} is no safetensors file ({error}); fetch the model again") from None
+    _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline)
+    model = _build(manifest, folder.resolve().name)
+    model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in tensors.items()})
     return model.to(device).eval().requires_grad_(False)
 
 
-def _checked_weights(path: Path, manifest: Manifest) -> bytes:
+def _build(manifest: Manifest, name: str) -> StoredNetwork:
+    """The network that a manifest describes, with weights of no meaning. Raises InputError."""
+    kind = find_class(manifest.network, GROUP, NETWORKS, STORED_METHODS)
+    try:
+        network: StoredNetwork = kind.from_architecture(manifest.architecture, name)
+    except InputError:
+        raise
+    except Exception as error:  # the class may be anybody's
+        raise InputError(f"network {manifest.network} cannot be built from its architecture ({error})") from None
+    return network
+
+
+def _outline(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The network's tensors by name, without memory: the class builds itself on torch's `meta` device."""
+    with torch.device("meta"):
+        network = _build(manifest, manifest.shape.name)
+    found = (tuple(network.widths), network.segments, tuple(network.item_shape), network.classes)
+    shape = manifest.shape
+    if found != (shape.widths, shape.segments, shape.item_shape, shape.classes):
+        raise InputError(
+            f"the architecture gives (widths, segments, item shape, classes) {found}, the shape beside it says "
+            f"{(shape.widths, shape.segments, shape.item_shape, shape.classes)}; fetch the model again"
+        )
+    return dict(network.state_dict())
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    shape = manifest.shape
+    expected = {
+        "number of class names": (len(manifest.classes), shape.classes),
+        "number of means": (len(manifest.mean), shape.item_shape[0]),
+        "number of standard deviations": (len(manifest.std), shape.item_shape[0]),
+    }
+    for name, (found, wanted) in expected.items():
+        if found != wanted:
+            raise CheckpointError(f"{path}: {name} is {found}, its network needs {wanted}; fetch the model again")
+
+
+def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], outline: dict[str, torch.Tensor]) -> None:
+    wanted = {name: tuple(t.shape) for name, t in outline.items()}
+    if wanted != found:
+        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        raise CheckpointError(
+            f"{path}: tensor {name} is {found.get(name, 'missing')}, the manifest's architecture needs "
+            f"{wanted.get(name, 'none')}; fetch the model again"
+        )
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """At most so many bytes in the file: floats are stored as float32 or shorter."""
+    return tensor.numel() * (4 if tensor.is_floating_point() else tensor.element_size())
+
+
+def _checked_weights(path: Path, manifest: Manifest, most_tensor_bytes: int) -> bytes:
     """The file's bytes, if size, header and hash are as the manifest says. Sizes come before reading."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; a model folder holds {MANIFEST} and {WEIGHTS}, as `slim fit` writes")
-    size = path.stat().st_size
-    most = 4 * _parameters(manifest.architecture) + HEADER_ROOM
+    size, most = path.stat().st_size, most_tensor_bytes + HEADER_ROOM
     if size != manifest.weights_bytes or size > most:
         raise CheckpointError(
             f"{path} has {size} bytes, the manifest says {manifest.weights_bytes} and its architecture allows {most}; "
@@ -206,12 +267,6 @@ def _check_header(path: Path, raw: bytes) -> None:
         raise CheckpointError(
             f"{path}: its header promises {promised} bytes of tensors, {len(raw) - 8 - length} follow"
         )
-
-
-def _parameters(arch: Architecture) -> int:
-    from slim_scheduler.model.architecture import tuple_cost
-
-    return math.ceil(tuple_cost(arch, (1.0,) * arch.segments)[1])
 
 
 def replace_file(path: Path, content: bytes) -> None:

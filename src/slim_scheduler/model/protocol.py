@@ -1,10 +1,11 @@
 """What the rest of the system knows of a network: how many segments, which widths, and how to run a slice.
 
 Any network that offers this can be served (rule 7); SlimResNet is one. Nothing outside `model/` may know what a
-segment computes.
+segment computes. A network that also offers `StoredNetwork` can be saved, and loaded by the name of its class.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -83,3 +84,33 @@ class SlimmableModel(Protocol):
     def slice(self, segment: int, width: float, device: str) -> SegmentSlice:
         """A contiguous copy of one segment's weights at one width on `device`, without variants."""
         ...
+
+
+class StoredNetwork(SlimmableModel, Protocol):
+    """A network that a checkpoint can hold: a `torch.nn.Module` has all but the first two methods.
+
+    `from_architecture` is called twice at a load, first under `torch.device("meta")`, where tensors have a shape and
+    no memory; it must not look at the values of tensors.
+    """
+
+    @classmethod
+    def from_architecture(cls, architecture: Mapping[str, Any], name: str) -> Self:
+        """The network again, from what `architecture` said, with weights of no meaning. Raises InputError."""
+        ...
+
+    def architecture(self) -> Mapping[str, Any]:
+        """JSON values that build this network again; tensors belong to `state_dict`."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any: ...
+    def to(self, device: str) -> Self: ...
+    def eval(self) -> Self: ...
+    def requires_grad_(self, requires_grad: bool) -> Self: ...
+
+
+# What a class must offer before any of it is called.
+STORED_METHODS = (
+    "from_architecture", "architecture", "state_dict", "load_state_dict", "activation_shape", "macs", "workspace_bytes",
+    "slice",
+)  # fmt: skip

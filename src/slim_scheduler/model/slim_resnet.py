@@ -5,14 +5,22 @@ The weights of one segment at given widths form a plain dictionary, split in the
 fly, and a `ResNetSlice` keeps it, so both compute the same numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from slim_scheduler.core.errors import InputError
-from slim_scheduler.model import architecture
-from slim_scheduler.model.architecture import Architecture, segment_convolutions
+from slim_scheduler.model.architecture import (
+    Architecture,
+    ConvShape,
+    architecture_of,
+    segment_convolutions,
+    segment_macs,
+    workspace_bytes,
+)
 from slim_scheduler.model.layers import SlimConv2d, SlimGroupNorm, SlimLinear
 from slim_scheduler.model.segment_slice import ResNetSlice, run_segment
 
@@ -36,6 +44,14 @@ class SlimResNet(nn.Module):
                     self.norms[key] = SlimGroupNorm(conv.out_channels)
         self.classifier = SlimLinear(arch.pooled, arch.channels[-1], arch.classes, arch.logit_scale)
 
+    @classmethod
+    def from_architecture(cls, architecture: Mapping[str, Any], name: str) -> "SlimResNet":
+        return cls(architecture_of(architecture), name)
+
+    def architecture(self) -> dict[str, Any]:
+        values: dict[str, Any] = msgspec.to_builtins(self.arch)
+        return values
+
     @property
     def segments(self) -> int:
         return self.arch.segments
@@ -56,10 +72,10 @@ class SlimResNet(nn.Module):
         return self.arch.activation_shape(segment, width)
 
     def macs(self, segment: int, previous_width: float | None, width: float) -> int:
-        return architecture.segment_macs(self.arch, segment, previous_width, width)
+        return segment_macs(self.arch, segment, previous_width, width)
 
     def workspace_bytes(self, segment: int, width: float) -> int:
-        return architecture.workspace_bytes(self.arch, segment, width)
+        return workspace_bytes(self.arch, segment, width)
 
     def forward(self, x: Tensor, widths: Sequence[float]) -> Tensor:
         """(batch, channels, height, width) -> logits (batch, classes), at one width per segment."""
@@ -96,7 +112,7 @@ class SlimResNet(nn.Module):
             if conv.by_previous
         }
 
-    def _conv(self, key: str, shape: architecture.ConvShape) -> Tensor:
+    def _conv(self, key: str, shape: ConvShape) -> Tensor:
         conv = self.convs[key]
         assert isinstance(conv, SlimConv2d)
         return conv.sliced(shape.in_channels, shape.out_channels)

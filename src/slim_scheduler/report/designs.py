@@ -8,7 +8,7 @@ here.
 from pathlib import Path
 
 from slim_scheduler.core.types import WidthTuple
-from slim_scheduler.model.architecture import Architecture, tuple_cost
+from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
 from slim_scheduler.model.card import TABLE_I, TABLE_II
 from slim_scheduler.model.checkpoint import Manifest, load_manifest
 from slim_scheduler.model.presets import preset_named
@@ -19,7 +19,7 @@ FIGURE = Path("docs/figures/accuracy-macs.svg")
 
 def draw(manifest: Manifest, path: Path) -> None:
     """Writes the figure. The manifest must have test accuracies of all tuples (`slim accuracy`)."""
-    arch, paper = manifest.architecture, preset_named("cifar100").architecture
+    arch, paper = architecture_of(manifest.architecture), preset_named("cifar100").architecture
     test = {tuple(map(float, name.split(","))): 100 * top1 for name, top1 in manifest.accuracy["test"].items()}
     uniform = [(width,) * arch.segments for width in arch.widths]
     (ours, solid), (theirs, dashed) = series(0), series(1)

@@ -105,11 +105,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`sample`: a learned router draws from its policy instead of taking each head's argmax. `patience_s`: how long the
     head may wait for a full server that `cost-model` or `lp` chose; 0, the method's: they see only servers with credit.
     A learned router has its own (`TrainingConfig`). `patience_room`: nobody waits so while more tasks wait than so many
-    times what all servers may have at once, because then each of them is needed; `random`, which always waits, does."""
+    times what all servers may have at once, because then each of them is needed; `random`, which always waits, does.
+    `fallback` decides where the router cannot; empty: `cost-model` at the network's middle width."""
 
     name: str = "random"
     groups: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    fallback: str = "cost-model:0.5"
+    fallback: str = ""
     slow_ms: float = 20.0
     probe_s: float = 1.0
     sample: bool = False

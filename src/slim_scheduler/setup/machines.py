@@ -221,7 +221,8 @@ def run_rng(seed: int, part: str) -> Generator:
 
 
 def _fallback(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
-    name = config.router.fallback
+    middle = shape.widths[(len(shape.widths) - 1) // 2]
+    name = config.router.fallback or f"cost-model:{middle:g}"
     if profiles is None and name.startswith("cost-model:"):
         name = name.replace("cost-model:", "jsq:")
     hasty = msgspec.structs.replace(config.router, patience_s=0.0)  # it decides where a choice was not allowed

@@ -1,0 +1,58 @@
+"""Classes that a user brings, found by name: a network's or a router's.
+
+A name is one of ours, an entry point of an installed package, or `module:Class`. A module is imported from where Python
+finds modules (installed, or on PYTHONPATH), never from a model's folder, and what it gives must offer the methods that
+its caller names: any other class or function is refused before it is called.
+"""
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from slim_scheduler.core.errors import InputError
+
+MODULE_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def find_class(name: str, group: str, ours: Mapping[str, str], methods: Sequence[str]) -> Any:
+    """The class of a name. `ours` are `module:Class` by short name; `group` is the entry points' group.
+
+    Raises InputError for a name that is unknown, cannot be imported, or is a class without one of `methods`.
+    """
+    target = ours.get(name)
+    if target is None:
+        entry = next(iter(entry_points(group=group, name=name)), None)
+        target = entry.value if entry is not None else name
+    if not MODULE_CLASS.fullmatch(target):
+        there = ", ".join([*ours, *sorted(entry_points(group=group).names)])
+        raise InputError(
+            f"{name} is unknown; give module:Class or the name of an entry point of {group}; there is {there or 'none'}"
+        )
+    module_name, _, class_name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{name}: no module {error.name}; install it, or put its folder on PYTHONPATH (PYTHONPATH=. is this folder)"
+        ) from None
+    except AttributeError:
+        raise InputError(f"{name}: module {module_name} has no {class_name}") from None
+    lacking = [method for method in methods if not hasattr(found, method)]
+    if not isinstance(found, type) or lacking:
+        what = f"has no {', '.join(lacking)}" if lacking else "is no class"
+        raise InputError(f"{name} {what}; it must offer {', '.join(methods)}")
+    return found
+
+
+def name_of(kind: type, group: str, ours: Mapping[str, str]) -> str:
+    """The name under which `find_class` finds a class again. Raises InputError for one that nobody could import."""
+    target = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ == "__main__" or not MODULE_CLASS.fullmatch(target):
+        raise InputError(
+            f"class {kind.__qualname__} of {kind.__module__} cannot be imported by name; "
+            "put it at the top level of a module of its own"
+        )
+    known = {**{value: name for name, value in ours.items()}, **{e.value: e.name for e in entry_points(group=group)}}
+    return known.get(target, target)

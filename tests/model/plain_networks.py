@@ -1,0 +1,33 @@
+"""Networks of a user's own, as the documents say to write them."""
+
+from torch import Tensor, nn
+
+from slim_scheduler.model.plain import PlainNetwork
+
+
+class Block(nn.Module):
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(into, out, 3, stride, 1, bias=False)
+        self.norm = nn.BatchNorm2d(out)
+        self.second = nn.Conv2d(out, out, 3, 1, 1)
+        self.beside = nn.Conv2d(into, out, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(self.second(nn.functional.relu(self.norm(self.first(x)))) + self.beside(x))
+
+
+class PlainResNet(PlainNetwork):
+    def __init__(self, classes: int = 10, channels: int = 8) -> None:
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * channels, classes))
+        parts = [Block(1, channels, 1), nn.Sequential(Block(channels, 2 * channels, 2), head)]
+        super().__init__(parts, (1, 8, 8), classes)
+
+
+class WrongSize(PlainNetwork):
+    def __init__(self) -> None:
+        super().__init__([nn.Flatten()], (1, 8, 8), 10)
+
+
+class Unstored(nn.Module):
+    pass
