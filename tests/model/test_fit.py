@@ -144,6 +144,18 @@ def test_class_folders_train_a_network_of_another_size_and_number_of_segments(tm
     assert min(tables["test"].top1(widths) for widths in tables["test"].tuples) == 1.0
 
 
+def test_classes_size_and_names_come_from_the_data(tmp_path):
+    data = write_classes(tmp_path / "shades", classes=("dark", "light", "white"), images=20, size=(16, 16))
+    fit(None, data, tmp_path / "model", channels=(8,), segments=2, epochs=3)
+    manifest = checkpoint.load_manifest(tmp_path / "model")
+    assert manifest.classes == ("dark", "light", "white")
+    assert manifest.shape.item_shape == (3, 16, 16)
+    assert (manifest.shape.segments, manifest.shape.classes) == (2, 3)
+    assert manifest.architecture["channels"] == [8, 16]
+    assert len(manifest.mean) == len(manifest.std) == 3
+    assert checkpoint.load(tmp_path / "model").item_shape == (3, 16, 16)
+
+
 def test_the_table_says_what_the_network_answers(tmp_path):
     fit(TINY, "digits", tmp_path, epochs=1)
     tables = measure_folder(tmp_path, "digits")
@@ -162,7 +174,13 @@ def test_the_table_says_what_the_network_answers(tmp_path):
         (lambda out: fit("cifar", "digits", out), "preset cifar does not exist; nearest: cifar100"),
         (lambda out: fit("digits", "digits", out, epochs=0), "epochs 0 must be at least 1"),
         (lambda out: fit("digits", "digits", out, minutes=-1), "minutes -1 must be more than 0"),
-        (lambda out: fit("cifar100", "digits", out), "images of 1x8x8, the network takes 3x32x32"),
+        (lambda out: fit(PRESETS["cifar100"], "digits", out), "images of 1x8x8, the network takes 3x32x32"),
+        (lambda out: fit("digits", "digits", out, channels=(8,)), "preset digits is a whole network"),
+        (lambda out: fit(None, "digits", out, channels=(6,)), "channels 6, 12, 24, 48 must be multiples of 4"),
+        (
+            lambda out: fit(None, "digits", out, channels=(8, 16), blocks=(1, 1, 1)),
+            "channels has 2 numbers, there are 3",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, call, message):

@@ -21,6 +21,8 @@ def add(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "slim fit --preset digits --data digits --out models/my-digits",
+            "slim fit --data pictures --out models/pictures     # pictures/CLASS/*.png",
+            "slim fit --data pictures --size 32 --channels 16,32,64 --blocks 1 --out models/pictures",
             "slim fit --preset cifar100 --data data/cifar-100-binary --out models/cifar100 --device cuda:0",
             "slim fit --preset cifar100-lean --from models/cifar100 --data data/cifar-100-binary --out models/further",
             "slim fit --preset digits --data digits --teacher models/digits --out models/taught",
@@ -34,8 +36,21 @@ def fit(
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder; an interrupted run there resumes.")],
     preset: Annotated[
-        str, typer.Option("--preset", "-p", help="digits, cifar100, cifar100-lean or cifar100-taught.")
-    ] = "digits",
+        str | None,
+        typer.Option(
+            "--preset", "-p", help="digits, cifar100, cifar100-lean, cifar100-taught; by image size if left out."
+        ),
+    ] = None,
+    channels: Annotated[
+        str | None, typer.Option("--channels", help="Instead of a preset: of each segment, such as 16,32,64.")
+    ] = None,
+    segments: Annotated[int | None, typer.Option("--segments", min=1, help="How many; channels double.")] = None,
+    blocks: Annotated[
+        str | None, typer.Option("--blocks", help="Residual blocks of each segment, such as 2,2,1.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Size of class folders' images, 32 or 24x32; theirs if left out.")
+    ] = None,
     device: Device = "cpu",
     epochs: Annotated[int | None, typer.Option("--epochs", help="Instead of the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="End on time instead of after epochs.")] = None,
@@ -51,7 +66,7 @@ def fit(
     """Trains a slimmable network, or resumes it."""
     from slim_scheduler.model.fit import fit as train
 
-    with progress(f"training {preset}") as show:
+    with progress(f"training {out.name}") as show:
 
         def report(step: "FitProgress") -> None:
             last = step.history[-1] if step.history else None
@@ -61,6 +76,10 @@ def fit(
             preset,
             data,
             out,
+            channels=_numbers("--channels", channels),
+            segments=segments,
+            blocks=_numbers("--blocks", blocks),
+            size=_size(size),
             seed=seed,
             device=device,
             epochs=epochs,
@@ -140,6 +159,27 @@ def measure(
     console().print(f"{profile.model} on {profile.device}, ms per batch (mean)")
     console().print(table)
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    from slim_scheduler.core.errors import InputError
+
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise InputError(f"{option} {text} is no list of whole numbers; such as 16,32,64") from None
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """(height, width) of `32` or `24x32`."""
+    from slim_scheduler.core.errors import InputError
+
+    if text is None:
+        return None
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise InputError(f"--size {text} is no size; give 32, or height and width as 24x32")
+    return int(sides[0]), int(sides[-1])
 
 
 def _curve(last: "EpochRecord") -> str:

@@ -15,6 +15,8 @@ from slim_scheduler.core.errors import DataError
 DIGITS_SPLIT_SEED = 20260101  # fixed: the held-out third never changes
 DIGITS_TEST_SHARE = 1 / 3
 FOLDER_TEST_SHARE = 1 / 5
+MOST_PIXELS = 512 * 512  # of one image: all of them are kept in memory
+GREY_MODES = {"1", "L", "LA", "I", "I;16"}
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm")
 
 
@@ -48,11 +50,14 @@ class ImageData:
         return channels, height, width
 
 
-def load_data(data: str | Path, item_shape: tuple[int, int, int] | None = None) -> ImageData:
+def load_data(
+    data: str | Path, item_shape: tuple[int, ...] | None = None, size: tuple[int, int] | None = None
+) -> ImageData:
     """`digits`, a folder in the official cifar-100-binary layout, its official archive, or class folders of images.
 
-    Class folders are resized to `item_shape` (channels, height, width), 3x32x32 by default; other data must have
-    that shape. Raises DataError, one line, for what is missing, truncated or of another shape.
+    Class folders are resized to `item_shape` (channels, height, width), or to `size` (height, width); without either
+    they keep the size that all of them have, with one channel where none has colours. Other data must have the shape
+    that is asked for. Raises DataError, one line, for what is missing, truncated or of another shape.
     """
     from slim_scheduler.model import cifar
 
@@ -68,11 +73,13 @@ def load_data(data: str | Path, item_shape: tuple[int, int, int] | None = None) 
     elif (path / "train.bin").exists() or (path / "test.bin").exists():
         loaded = cifar.from_folder(path)
     else:
-        loaded = class_folders(path, item_shape or (3, 32, 32))
-    if item_shape is not None and loaded.item_shape != tuple(item_shape):
+        channels, height, width = item_shape or _shape_of_folder(path, size)
+        loaded = class_folders(path, (channels, height, width))
+    wanted = item_shape or (loaded.item_shape[0], *(size or loaded.item_shape[1:]))
+    if loaded.item_shape != tuple(wanted):
         raise DataError(
-            f"data {loaded.name} has images of {_by(loaded.item_shape)}, the network takes {_by(item_shape)}; "
-            "choose the preset that belongs to the data"
+            f"data {loaded.name} has images of {_by(loaded.item_shape)}, the network takes {_by(wanted)}; "
+            "give the data that the network was made for, such as workload.data or --data"
         )
     return loaded
 
@@ -90,7 +97,7 @@ def digits() -> ImageData:
 
 
 def class_folders(folder: Path, item_shape: tuple[int, int, int]) -> ImageData:
-    """One folder of images per class, under `folder` or under its `train` and `test`.
+    """One folder of images per class, under `folder` or under its `train` and `test`; its name is the class's.
 
     Without `train` and `test`, a stratified fifth is the test part.
     """
@@ -101,6 +108,33 @@ def class_folders(folder: Path, item_shape: tuple[int, int, int]) -> ImageData:
         classes = _class_names(folder)
         train, test = held_out(_read_classes(folder, classes, item_shape), FOLDER_TEST_SHARE, DIGITS_SPLIT_SEED)
     return ImageData(folder.name, classes, train, test, f"class folders {folder.name}")
+
+
+def _shape_of_folder(folder: Path, size: tuple[int, int] | None) -> tuple[int, int, int]:
+    """(channels, height, width) of class folders' images, from their headers. Raises DataError where sizes differ."""
+    from PIL import Image, UnidentifiedImageError
+
+    modes: set[str] = set()
+    sizes: dict[tuple[int, int], Path] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
+        try:
+            with Image.open(path) as image:
+                modes.add(image.mode)
+                sizes.setdefault((image.height, image.width), path)
+        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise DataError(f"image {path} cannot be read ({error}); replace it or take it out") from None
+    if size is None and len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
+        raise DataError(
+            f"data {folder} has images of {len(sizes)} sizes ({_by(one)} {first.name}, {_by(other)} {second.name}); "
+            "give --size, such as --size 32 or --size 24x32 (height, width)"
+        )
+    height, width = size or next(iter(sizes), (1, 1))  # a folder without images is refused by its reader
+    if height * width > MOST_PIXELS:
+        raise DataError(
+            f"data {folder} has images of {_by((height, width))}, at most {MOST_PIXELS:,} pixels are taken; give --size"
+        )
+    return 1 if modes <= GREY_MODES else 3, height, width
 
 
 def held_out(images: Images, share: float, seed: int) -> tuple[Images, Images]:

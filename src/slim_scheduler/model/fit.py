@@ -18,9 +18,10 @@ from torch import Tensor
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
-from slim_scheduler.model.data import channel_statistics, held_out, load_data
+from slim_scheduler.model.data import ImageData, channel_statistics, held_out, load_data
+from slim_scheduler.model.design import preset_for
 from slim_scheduler.model.optimizer import MuonSgd
-from slim_scheduler.model.presets import Preset, Recipe, preset_named
+from slim_scheduler.model.presets import Preset, Recipe
 from slim_scheduler.model.sandwich import backward, width_tuples
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.model.teacher import Teacher, load_teacher
@@ -57,10 +58,14 @@ class FitResult:
 
 
 def fit(
-    preset: str | Preset,
+    preset: str | Preset | None,
     data: str | Path,
     out: str | Path,
     *,
+    channels: Sequence[int] = (),
+    segments: int | None = None,
+    blocks: Sequence[int] = (),
+    size: tuple[int, int] | None = None,
     seed: int = 0,
     device: str = "cpu",
     epochs: int | None = None,
@@ -73,6 +78,9 @@ def fit(
 ) -> FitResult:
     """Trains, and writes the checkpoint to `out`; resumes an interrupted run found there.
 
+    A preset's name, or `channels`, `segments` and `blocks` (`design.py`), give a network for the classes and the shape
+    of the data; a `Preset` is taken as it is. `size` is the (height, width) that class folders are resized to.
+
     `epochs` replaces the recipe's. `minutes` makes the schedule follow the clock instead (ends on time, but two runs
     differ). `workers` split each batch (default: one per compute thread on a CPU, one on a GPU); another number gives
     the same gradients up to rounding. The state is written every `save_every` seconds and at an interruption.
@@ -80,14 +88,16 @@ def fit(
     restart, Loshchilov and Hutter 2017). `teacher` is a folder with a stronger network (`model.teacher`), whose
     answers to the same augmented images are learnt from as the recipe's `teacher_*` say. Raises InputError and below.
     """
-    preset = preset_named(preset) if isinstance(preset, str) else preset
+    images = load_data(data, preset.architecture.item_shape if isinstance(preset, Preset) else None, size)
+    if not isinstance(preset, Preset):
+        preset = preset_for(images, preset, channels, segments, blocks)
     if epochs is not None:
         if epochs < 1:
             raise InputError(f"epochs {epochs} must be at least 1")
         preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
     if minutes is not None and minutes <= 0:
         raise InputError(f"minutes {minutes:g} must be more than 0")
-    run = _Run(preset, data, Path(out), seed, torch.device(device), minutes, workers, start, teacher)
+    run = _Run(preset, images, Path(out), seed, torch.device(device), minutes, workers, start, teacher)
     run.train(save_every, progress or (lambda _: None))
     return run.finish()
 
@@ -98,7 +108,7 @@ class _Run:
     def __init__(
         self,
         preset: Preset,
-        data: str | Path,
+        data: ImageData,
         out: Path,
         seed: int,
         device: torch.device,
@@ -110,11 +120,11 @@ class _Run:
         self.preset, self.recipe, self.out, self.seed, self.device = preset, preset.recipe, out, seed, device
         self.minutes = minutes
         self.workers = Workers(workers or (torch.get_num_threads() if device.type == "cpu" else 1))
-        self.data = load_data(data, preset.architecture.item_shape)
+        self.data = data
         if len(self.data.classes) != preset.architecture.classes:
             raise InputError(
                 f"data {self.data.name} has {len(self.data.classes)} classes, preset {preset.name} "
-                f"{preset.architecture.classes}; choose the preset that belongs to the data"
+                f"{preset.architecture.classes}; give a preset by its name, which is fitted to the data"
             )
         self.teacher = self._teacher(Path(teacher)) if teacher is not None else None
         train, validation = held_out(self.data.train, self.recipe.held_out, seed)
@@ -146,11 +156,12 @@ class _Run:
     def _start_from(self, folder: Path) -> checkpoint.Manifest:
         """Takes over a finished network's weights."""
         manifest = checkpoint.load_manifest(folder)
-        if manifest.architecture != self.preset.architecture:
+        model = checkpoint.load(folder, str(self.device))
+        if not isinstance(model, SlimResNet) or model.arch != self.preset.architecture:
             raise InputError(
                 f"{folder} has another architecture than preset {self.preset.name}; start from a network of that preset"
             )
-        self.model.load_state_dict(checkpoint.load(folder, str(self.device)).state_dict())
+        self.model.load_state_dict(model.state_dict())
         return manifest
 
     def _teacher(self, folder: Path) -> Teacher:

@@ -67,7 +67,7 @@ class Teacher:
         network: Network,
         record: TeacherRecord,
         classes: tuple[str, ...],
-        item_shape: tuple[int, int, int],
+        item_shape: tuple[int, ...],
         statistics: tuple[tuple[float, ...], tuple[float, ...]],
     ) -> None:
         self.record, self.classes, self.item_shape = record, classes, item_shape
@@ -146,7 +146,7 @@ def _slimmable_teacher(folder: Path, device: str) -> Teacher:
         outside_data=training.outside_data if training else "",
         top1=manifest.accuracy.get("held-out", {}).get(widest),
     )
-    return Teacher(run, record, manifest.classes, manifest.architecture.item_shape, (manifest.mean, manifest.std))
+    return Teacher(run, record, manifest.classes, manifest.shape.item_shape, (manifest.mean, manifest.std))
 
 
 def _onnx_teacher(folder: Path, device: str) -> Teacher:
