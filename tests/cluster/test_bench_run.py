@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path):
-    config = config_of(({}, {"slowdown": 2.0}, {"slowdown": 4.0, "max_batch": 8}), cluster={"address": "local"})
+    servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8})
+    config = config_of(servers, cluster={"address": "local"})
     recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
     engine = ClusterEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder)
     await engine.start()

@@ -2,6 +2,7 @@
 lost, doubled, starved or spun on, and no limit is passed."""
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -53,8 +54,7 @@ class ServerHistory(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        knobs = ServerKnobs(MAX_BATCH, BUDGET, 0.9, 1.0, 3, 2, max_concurrent_batches=2)
-        self.server = ServerScheduler("a", knobs, self.shape(), incarnation=0)
+        self.server = ServerScheduler("a", self.knobs(), self.shape(), incarnation=0, batch_time=self.batch_time)
         self.held = {}  # task id -> (key, order of arrival)
         self.expired = set()
         self.batches, self.loading, self.leaving = {}, [], []
@@ -66,6 +66,14 @@ class ServerHistory(RuleBasedStateMachine):
         from tests.core.networks import SHAPE
 
         return SHAPE
+
+    @staticmethod
+    def knobs():
+        return ServerKnobs(MAX_BATCH, BUDGET, 0.9, 1.0, 3, 2, max_concurrent_batches=2)
+
+    @staticmethod
+    def batch_time(segment, previous_width, width, size):
+        return 0.01 * width * (1 + size)
 
     def tell(self, event):
         commands = self.server.handle(event, self.now)
@@ -113,10 +121,13 @@ class ServerHistory(RuleBasedStateMachine):
             tasks.append(task(self.tasks, segment, previous, None if deadline is None else self.now + deadline))
             self.held[self.tasks] = ((segment, width, previous, exact), self.tasks)
         self.blocks += 1
-        event = BlockArrived(block(self.blocks, tuple(tasks), width, exact))
+        event = BlockArrived(self.block(block(self.blocks, tuple(tasks), width, exact)))
         self.tell(event)
         if size == 1:
             self.tell(event)  # delivered twice
+
+    def block(self, arriving):
+        return arriving
 
     @precondition(lambda self: self.batches)
     @rule(gap=gaps, data=st.data(), how=st.sampled_from(["done", "done", "pause", "out of memory", "error"]))
@@ -164,7 +175,7 @@ class ServerHistory(RuleBasedStateMachine):
 
     @invariant()
     def limits_hold(self):
-        self.server.check_invariants()
+        self.server.check_invariants(self.now)
 
     def teardown(self):
         """No starvation: when the device does its part, everything held is done in a bounded number of events."""
@@ -182,6 +193,46 @@ class ServerHistory(RuleBasedStateMachine):
             else:
                 self.tell(DeviceSampled(0.0))
         assert not self.held, f"{len(self.held)} tasks were never ended"
+
+
+class WindowHistory(ServerHistory):
+    """The same with a batch window, timers that fire when they were asked for, and blocks that others may follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.timers = []
+        self.last = 0.0
+
+    @staticmethod
+    def knobs():
+        return msgspec.structs.replace(ServerHistory.knobs(), batch_window=0.06, tile=3, credit=12)
+
+    def block(self, arriving):
+        return msgspec.structs.replace(arriving, more=arriving.block_id % 3)
+
+    def tell(self, event):
+        """What was asked for since the last event comes first, each at its time."""
+        now, self.now = self.now, self.last
+        while (due := min(self.timers, default=now + 1)) <= now:
+            self.timers.remove(due)
+            self.now = due
+            self.handle(TimerFired())
+            self.server.check_invariants(due)
+        self.now = self.last = now
+        return self.handle(event)
+
+    def handle(self, event):
+        commands = super().tell(event)
+        self.timers += [command.at for command in commands if isinstance(command, WakeAt)]
+        return commands
+
+
+class AutomaticWindowHistory(WindowHistory):
+    """The same with the window and the tiles that the profile suggests."""
+
+    @staticmethod
+    def knobs():
+        return msgspec.structs.replace(ServerHistory.knobs(), batch_window=None)
 
 
 class DispatcherHistory(RuleBasedStateMachine):
@@ -367,6 +418,8 @@ def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_
     ("machine", "histories"),
     [
         (ServerHistory, HISTORIES),
+        (WindowHistory, HISTORIES),
+        (AutomaticWindowHistory, HISTORIES // 2),
         (DispatcherHistory, HISTORIES),
         (RandomRouterHistory, HISTORIES // 4),
         (PatientRouterHistory, HISTORIES // 4),

@@ -11,10 +11,16 @@ from slim_scheduler.setup.machines import build_dispatcher, build_server
 from .live import SHAPE, Watch, config_of, engine_of, images
 
 
-@pytest.mark.parametrize(("reentry", "slowdown"), [("back", 2.0), ("oldest-item", 30.0)])
-async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reentry, slowdown):
+@pytest.mark.parametrize(
+    ("reentry", "slowdown", "window"), [("back", 2.0, 0.0), ("back", 2.0, 3.0), ("oldest-item", 30.0, 3.0)]
+)
+async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reentry, slowdown, window):
     config = config_of(
-        ({}, {"slowdown": slowdown, "max_batch": 8}, {"slowdown": 4.0, "idle_unload_s": 0.05}),
+        (
+            {"batch_window_ms": window},
+            {"slowdown": slowdown, "max_batch": 8},
+            {"slowdown": 4.0, "idle_unload_s": 0.05, "batch_window_ms": window, "tile": 8},
+        ),
         router={"name": "random", "fallback": "jsq:0.5", "groups": [1, 4, 16]},
         telemetry={"period_s": 0.02},
         dispatch={"max_waiting_items": 150, "reentry": reentry},

@@ -23,7 +23,8 @@ EVERYTHING = {
 
 
 def everything(folder: Path) -> Config:
-    return small_cluster(folder, [{}, {"slowdown": 1.5}, {"max_concurrent_batches": 2}], **EVERYTHING)
+    servers = [{"batch_window_ms": "auto"}, {"slowdown": 1.5}, {"max_concurrent_batches": 2, "batch_window_ms": 20.0}]
+    return small_cluster(folder, servers, **EVERYTHING)
 
 
 def recorder() -> Recorder:

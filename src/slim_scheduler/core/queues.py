@@ -138,6 +138,18 @@ class KeyedQueue(Generic[K]):
         lane = self._lanes.get(key)
         return 0 if lane is None else lane.count
 
+    def lanes(self) -> Iterator[tuple[K, int, Entry]]:
+        """Each key with how many of it wait, and the first of them."""
+        for key, lane in self._lanes.items():
+            yield key, lane.count, self._first(lane)
+
+    def of(self, key: K) -> list[Entry]:
+        """A key's waiting entries, in no particular order."""
+        lane, removed = self._lanes.get(key), self._removed
+        if lane is None:
+            return []
+        return [entry for entry in (*lane.in_order, *lane.early) if entry[2].task_id not in removed]
+
     def counts(self) -> dict[K, int]:
         """How many wait, by key."""
         return {key: lane.count for key, lane in self._lanes.items()}

@@ -87,10 +87,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     group: int
 
 
-class Block(msgspec.Struct, frozen=True, gc=False):
+class Block(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The tasks that one decision sends to one server; all share segment, previous width and requested width.
 
-    `exact` forbids a wider instance.
+    `exact` forbids a wider instance. `more`: how many others of this key may follow soon, as far as is known where it
+    was sent; the server need not wait for company where there are none.
     """
 
     block_id: BlockId
@@ -101,6 +102,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     exact: bool
     tasks: tuple[Task, ...]
     sent_at: Seconds
+    more: int = 0
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

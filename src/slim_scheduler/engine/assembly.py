@@ -51,7 +51,8 @@ def live_server(
     `on_loop`: its brief batches may run on the event loop. `oldest_first`: as `LiveServer`'s.
     """
     server = next(server for server in config.servers if server.name == name)
-    scheduler = build_server(config, name, shape, incarnation)
+    profile = (profiles or {}).get(name)
+    scheduler = build_server(config, name, shape, incarnation, profile)
     device = device or open_device(
         server.device,
         model,
@@ -61,7 +62,6 @@ def live_server(
         memory_limit=int(server.vram_budget_gib * GIB),
     )
     executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and device.name == "cpu")
-    profile = (profiles or {}).get(name)
     power = profile.power if profile is not None and profile.power_source != "none" else None
     alone = sum(other.device == "cpu" for other in config.servers) == 1
     probe = open_probe(server.device, power, alone)

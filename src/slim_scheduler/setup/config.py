@@ -24,8 +24,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `device` is `cpu` or `cuda:N` live, a profile's name or file when simulated.
 
-    `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `profile` names
-    the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
+    `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `batch_window_ms`:
+    how long tasks may be held back until there are `tile` of their kind; 0, the paper's rule: not at all. `profile`
+    names the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
     requested an instance may be. `threads` are the CPU threads of a live `cpu` server. In a cluster, `num_gpus`
     (default: 1 for cuda devices) and `resources` (such as {gtx980ti = 1}) say which machine may run it.
     """
@@ -42,6 +43,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_concurrent_batches: int | None = None
     max_upgrade: float | None = None
     credit_tasks: int | None = None
+    batch_window_ms: float | Literal["auto"] = 0.0
+    tile: int | Literal["auto"] = "auto"
     slowdown: float = 1.0
     threads: int = 1
     num_gpus: float | None = None

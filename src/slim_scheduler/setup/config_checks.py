@@ -99,6 +99,14 @@ def _check_servers(config: Config) -> None:
             if resource in RAYS_OWN:
                 raise ConfigError(f"servers.{i}.resources has {resource}, which is Ray's own; {RAYS_OWN[resource]}")
             _positive(f"servers.{i}.resources.{resource}", amount)
+        if server.batch_window_ms != "auto" and not 0 <= server.batch_window_ms < float("inf"):
+            raise ConfigError(
+                f'servers.{i}.batch_window_ms is {server.batch_window_ms:g}; it must be "auto", or 0 or more and finite'
+            )
+        if server.tile != "auto" and not 1 <= server.tile <= server.max_batch:
+            raise ConfigError(
+                f'servers.{i}.tile is {server.tile}; it must be "auto", or from 1 to max_batch ({server.max_batch})'
+            )
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")

@@ -27,8 +27,9 @@ from slim_scheduler.core.router.heuristics import (
     width_shares,
 )
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
+from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import ServerName
+from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup.config import Config, ServerConfig
 from slim_scheduler.setup.profiles import read_profile
 
@@ -191,12 +192,16 @@ def build_dispatcher(
         slow_router=config.router.slow_ms / 1e3,
         router_probe=config.router.probe_s,
         patience_room=config.router.patience_room,
+        batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
     chosen = router or build_router(router_name, config, shape, profiles)
     return Dispatcher(limits, shape, chosen, _fallback(config, shape, profiles), run_rng(seed, "router"), accuracy)
 
 
-def build_server(config: Config, name: ServerName, shape: ModelShape, incarnation: int = 0) -> ServerScheduler:
+def build_server(
+    config: Config, name: ServerName, shape: ModelShape, incarnation: int = 0, profile: Profile | None = None
+) -> ServerScheduler:
+    """One server's scheduler. Its `profile` is what automatic batch windows and tiles come from."""
     server = next(server for server in config.servers if server.name == name)
     knobs = ServerKnobs(
         max_batch=server.max_batch,
@@ -208,8 +213,20 @@ def build_server(config: Config, name: ServerName, shape: ModelShape, incarnatio
         max_concurrent_batches=server.concurrency,
         max_upgrade=server.max_upgrade,
         priority_aging=config.dispatch.priority_aging_s,
+        batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
+        tile=None if server.tile == "auto" else server.tile,
+        credit=server.credit,
     )
-    return ServerScheduler(name, knobs, shape, incarnation)
+    return ServerScheduler(name, knobs, shape, incarnation, None if profile is None else _batch_time(server, profile))
+
+
+def _batch_time(server: ServerConfig, profile: Profile) -> BatchTime:
+    table = LatencyTable(profile, server.max_batch)
+
+    def seconds(segment: int, previous_width: Width | None, width: Width, size: int) -> Seconds:
+        return server.slowdown * table.seconds(segment, previous_width, width, size)
+
+    return seconds
 
 
 STREAMS = ("router", "workload", "faults", "network", "devices")

@@ -28,6 +28,7 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
+from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
@@ -136,7 +137,7 @@ class Simulation:
         streams = run_rng(seed, "devices").spawn(len(config.servers))
         for knobs, stream in zip(config.servers, streams, strict=True):
             device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
-            build = _builder(config, knobs.name, shape)
+            build = _builder(config, knobs.name, shape, profiles[knobs.name])
             self.servers[knobs.name] = SimulatedServer(
                 knobs.name, device, build, self.agenda, recorder, self._from_server, pause_before
             )
@@ -377,5 +378,5 @@ class Simulation:
                 self._from_server(server, ServerLeft(server.name, "its process ended"))
 
 
-def _builder(config: Config, name: ServerName, shape: ModelShape) -> Callable[[int], ServerScheduler]:
-    return lambda incarnation: build_server(config, name, shape, incarnation)
+def _builder(config: Config, name: ServerName, shape: ModelShape, profile: Profile) -> Callable[[int], ServerScheduler]:
+    return lambda incarnation: build_server(config, name, shape, incarnation, profile)

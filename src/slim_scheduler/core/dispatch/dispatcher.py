@@ -268,9 +268,23 @@ class Dispatcher:
         segment, previous_width, _, bounds = key
         exact = bounds is not None and bounds[0].widths is not None
         self._last_block += 1
-        block = Block(self._last_block, decision.server, segment, decision.width, previous_width, exact, tasks, now)
+        more = self._may_follow(key, decision.server, len(tasks)) if self._limits.batch_windows else 0
+        block = Block(
+            self._last_block, decision.server, segment, decision.width, previous_width, exact, tasks, now, more
+        )
         self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router))
         self._commands.append(SendBlock(block))
+
+    def _may_follow(self, key: Key, server: ServerName, taken: int) -> int:
+        """How many tasks may soon follow a block of a key: what waits here of it, and what runs or is queued anywhere
+        one segment before. New requests may follow where others are about, as many as these have items."""
+        if self._fleet.views[server].credit <= taken:
+            return 0
+        waiting, ledger = self._fifo.count(key), self._ledger
+        segment, previous_width, _, _ = key
+        if previous_width is None:
+            return waiting if len(ledger.requests) == 1 else len(ledger.items) - taken
+        return waiting + self._fleet.pending(segment - 1, previous_width)
 
     # ---- results
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from slim_scheduler.core.dispatch.outliers import OutlierLimits, Outliers
 from slim_scheduler.core.messages import BlockFinished
-from slim_scheduler.core.types import Block, BlockId, Decision, Seconds, ServerName, Task, TaskId, WidthTuple
+from slim_scheduler.core.types import Block, BlockId, Decision, Seconds, ServerName, Task, TaskId, Width, WidthTuple
 from slim_scheduler.core.view import ServerReport, ServerView
 
 
@@ -174,6 +174,11 @@ class Fleet:
             if not sent.left:
                 del self._blocks[block.server][block.block_id]
         return settled
+
+    def pending(self, segment: int, width: Width) -> int:
+        """Tasks of a segment and requested width that were sent and not yet reported, over all servers."""
+        kind = (segment, width)
+        return sum([view.pending.get(kind, 0) for view in self.views.values()])
 
     def server_of(self, task_id: TaskId) -> ServerName | None:
         found = self._sent.get(task_id)

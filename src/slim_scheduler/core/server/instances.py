@@ -85,6 +85,13 @@ class InstancePool:
                     best = instance if previous_width in instance.variants else best
         return best
 
+    def has(self, segment: int, width: Width, widest: Width) -> bool:
+        """Whether an instance of the segment with a width from `width` to `widest` is there or coming."""
+        return any(
+            width <= instance.width <= widest and instance.state is not InstanceState.UNLOADING
+            for instance in self._by_segment.get(segment, ())
+        )
+
     def loading(self, segment: int, width: Width) -> int:
         return sum(
             instance.state is InstanceState.LOADING and instance.width == width

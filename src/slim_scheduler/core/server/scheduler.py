@@ -33,20 +33,22 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.queues import Entry, KeyedQueue
 from slim_scheduler.core.server.instances import Instance, InstancePool, InstanceState
+from slim_scheduler.core.server.window import CLOCK_SLACK, BatchTime, BatchWindow, Key
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Seconds, ServerName, TaskId, Width
+from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Seconds, ServerName, Task, TaskId, Width
 from slim_scheduler.core.view import ServerReport
 
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
 WORTH_A_PAUSE: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
 
-# segment, requested width, previous width, exact
-Key = tuple[int, Width, Width | None, bool]
-
 
 class ServerKnobs(msgspec.Struct, frozen=True):
-    """Algorithm 1's knobs, in the core's units. `max_upgrade` None: any wider instance will do."""
+    """Algorithm 1's knobs, in the core's units. `max_upgrade` None: any wider instance will do.
+
+    `batch_window` 0: the server never rests while anything waits, the paper's rule. None, for it and `tile`: automatic.
+    `credit`: tasks that the dispatcher lets the server have at once.
+    """
 
     max_batch: int = 32
     vram_budget: Bytes = 10 << 30
@@ -57,6 +59,9 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     max_concurrent_batches: int = 1
     max_upgrade: float | None = None
     priority_aging: Seconds = 1.0
+    batch_window: Seconds | None = 0.0
+    tile: int | None = None
+    credit: int | None = None
 
 
 def worth_a_pause(batch: Batch, now: Seconds, segments: int) -> bool:
@@ -69,9 +74,19 @@ def worth_a_pause(batch: Batch, now: Seconds, segments: int) -> bool:
 
 
 class ServerScheduler:
-    """Queue, batches and instances of one server. Raises InputError for a budget that cannot hold the network."""
+    """Queue, batches and instances of one server. Raises InputError for a budget that cannot hold the network.
 
-    def __init__(self, name: ServerName, knobs: ServerKnobs, shape: ModelShape, incarnation: int = 0) -> None:
+    `batch_time`, its profile's, is what automatic windows and tiles are made of; without it the window is 0.
+    """
+
+    def __init__(
+        self,
+        name: ServerName,
+        knobs: ServerKnobs,
+        shape: ModelShape,
+        incarnation: int = 0,
+        batch_time: BatchTime | None = None,
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self._knobs = knobs
@@ -86,7 +101,10 @@ class ServerScheduler:
         self._service_times: deque[Seconds] = deque(maxlen=RECENT_BATCHES)
         self._utilization: float | None = None
         self._next_batch = 0
-        self._wake_at: Seconds | None = None
+        self._idle_wake: Seconds | None = None
+        self._window = _batch_window(knobs, shape, batch_time)
+        self._window_wake: Seconds = float("inf")
+        self._arrived: dict[BlockId, Seconds] = {}  # of open blocks, where there is a window
         self._check_budget()
 
     def handle(self, event: ServerEvent, now: Seconds) -> list[ServerCommand]:
@@ -96,7 +114,7 @@ class ServerScheduler:
             case BatchDone():
                 self._finish(event, now, commands)
             case BlockArrived():
-                self._enqueue(event.block, now)
+                self._enqueue(event.block, now, commands)
             case DeviceSampled():
                 self._utilization = event.utilization
                 commands.append(ServerReported(self._report(event, now)))
@@ -105,8 +123,7 @@ class ServerScheduler:
             case InstanceUnloaded():
                 self._unloaded(event)
             case TimerFired():
-                self._wake_at = None
-                self._unload_idle(now, commands)
+                self._on_time(now, commands)
             case CancelTasks():
                 self._cancel(set(event.tasks), commands)
             case BatchFailed():
@@ -125,10 +142,11 @@ class ServerScheduler:
     def _start_batches(self, now: Seconds, commands: list[ServerCommand]) -> None:
         knobs = self._knobs
         while len(self._queue) and len(self._running) < knobs.max_concurrent_batches:
-            key = self._queue.head()
-            assert key is not None
+            key = self._next_key(now, commands)
+            if key is None:
+                return
             entries = self._queue.take(key, knobs.max_batch)
-            entries = self._without_expired(entries, now, commands)
+            entries = self._without_expired(key, entries, now, commands)
             if not entries:
                 continue
             segment, width, previous_width, exact = key
@@ -147,6 +165,28 @@ class ServerScheduler:
                     return
                 self._pool.grow(instance, previous_width, variant)
             self._start(key, instance, entries, build, now, commands)
+
+    def _next_key(self, now: Seconds, commands: list[ServerCommand]) -> Key | None:
+        """The key that runs next: the head's or, where there is a window, the most urgent ripe one. Where none is, a
+        timer is asked for."""
+        window = self._window
+        if window is None:
+            return self._queue.head()
+        nothing_comes = not self._running and len(self._queue) == self._knobs.credit
+        chosen: Key | None = None
+        least = (float("inf"), 0)
+        soonest = float("inf")
+        for key, count, first in self._queue.lanes():
+            if nothing_comes or window.ripe(key, count, now):
+                urgency = window.urgency(key, first)
+                if urgency < least:
+                    chosen, least = key, urgency
+            else:
+                soonest = min(soonest, window.due(key))
+        if chosen is None and soonest < self._window_wake:
+            self._window_wake = soonest
+            commands.append(WakeAt(soonest))
+        return chosen
 
     def _start(
         self,
@@ -169,6 +209,7 @@ class ServerScheduler:
         )
         instance.move(InstanceState.BUSY)
         self._queued_per_segment[segment] -= len(entries)
+        self._queue_changed(key)
         self._running[batch.batch_id] = (batch, instance, key, entries)
         commands.append(StartBatch(batch, build))
 
@@ -192,7 +233,7 @@ class ServerScheduler:
             )
         )
 
-    def _enqueue(self, block: Block, now: Seconds) -> None:
+    def _enqueue(self, block: Block, now: Seconds, commands: list[ServerCommand]) -> None:
         if block.block_id in self._seen_blocks:
             return
         self._seen_blocks[block.block_id] = None
@@ -207,6 +248,11 @@ class ServerScheduler:
         else:
             self._queue.push_all(key, now, block.tasks, block.block_id)
         self._queued_per_segment[block.segment] += len(block.tasks)
+        if self._window is not None:
+            self._arrived[block.block_id] = now
+            self._window.queued(key, block.tasks, block.more, now)
+            if not self._pool.has(block.segment, block.width, self._widest(block.width, block.exact)):
+                self._load(key, now, commands)  # meanwhile, others may join
         self._open_blocks[block.block_id] = len(block.tasks)
 
     def _widest(self, width: Width, exact: bool) -> Width:
@@ -216,12 +262,26 @@ class ServerScheduler:
             return self._shape.widths[-1]
         return width + self._knobs.max_upgrade
 
-    def _without_expired(self, entries: list[Entry], now: Seconds, commands: list[ServerCommand]) -> list[Entry]:
+    def _queue_changed(self, key: Key) -> None:
+        """Tasks of a key left the queue or are back in it."""
+        if self._window is not None:
+            self._window.changed(key, self._waiting(key))
+
+    def _waiting(self, key: Key) -> list[tuple[Seconds, Task]]:
+        """A key's tasks with the times at which they came."""
+        return [(self._arrived[block_id], task) for _, _, task, block_id in self._queue.of(key)]
+
+    def _without_expired(
+        self, key: Key, entries: list[Entry], now: Seconds, commands: list[ServerCommand]
+    ) -> list[Entry]:
         expired = [e for e in entries if e[2].deadline is not None and e[2].deadline <= now]
         if not expired:
             return entries
         self._give_back(expired, "expired", commands)
-        return [e for e in entries if e[2].deadline is None or e[2].deadline > now]
+        rest = [e for e in entries if e[2].deadline is None or e[2].deadline > now]
+        if not rest:
+            self._queue_changed(key)
+        return rest
 
     # ---- instances
 
@@ -259,13 +319,20 @@ class ServerScheduler:
                 self._pool.unload(instance)
                 commands.append(UnloadInstance(instance.instance_id))
 
+    def _on_time(self, now: Seconds, commands: list[ServerCommand]) -> None:
+        if self._window_wake <= now + CLOCK_SLACK:
+            self._window_wake = float("inf")  # what is ripe by now starts like after any event
+        if self._idle_wake is not None and self._idle_wake <= now + CLOCK_SLACK:
+            self._idle_wake = None
+            self._unload_idle(now, commands)
+
     def _arm(self, commands: list[ServerCommand]) -> None:
-        if self._wake_at is not None or not len(self._pool):
+        if self._idle_wake is not None or not len(self._pool):
             return
         idle = [i.last_used for i in self._pool if i.state is InstanceState.FREE]
         if idle:
-            self._wake_at = min(idle) + self._knobs.idle_unload
-            commands.append(WakeAt(self._wake_at))
+            self._idle_wake = min(idle) + self._knobs.idle_unload
+            commands.append(WakeAt(self._idle_wake))
 
     def _ready(self, event: InstanceReady, now: Seconds) -> None:
         instance = self._pool.get(event.instance)
@@ -289,6 +356,7 @@ class ServerScheduler:
             self._batch_limits[batch.segment, batch.width] = len(entries) // 2
             self._queue.put_back(key, entries)
             self._queued_per_segment[batch.segment] += len(entries)
+            self._queue_changed(key)
             return
         self._pool.unload(instance)
         commands.append(UnloadInstance(instance.instance_id))
@@ -302,11 +370,14 @@ class ServerScheduler:
         self._pool.remove(instance)
         for key in [k for k in self._queue.counts() if k[:2] == (instance.segment, instance.width)]:
             self._give_back(self._queue.take(key, self._queue.count(key)), event.reason, commands)
+            self._queue_changed(key)
 
     def _cancel(self, tasks: set[TaskId], commands: list[ServerCommand]) -> None:
         dropped = [(key, entry) for key, entry in self._queue.entries() if entry[2].task_id in tasks]
         for key, entry in dropped:
             self._queue.remove(key, entry[2].task_id)
+        for key in dict.fromkeys(key for key, _ in dropped):
+            self._queue_changed(key)
         if dropped:
             self._give_back([entry for _, entry in dropped], "cancelled", commands)
 
@@ -327,6 +398,7 @@ class ServerScheduler:
                 blocks[entry[3]] = left
             else:
                 del blocks[entry[3]]
+                self._arrived.pop(entry[3], None)
 
     # ---- telemetry and checks
 
@@ -366,8 +438,9 @@ class ServerScheduler:
                 "vram_budget_gib or lower max_batch"
             )
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, now: Seconds = 0.0) -> None:
         """For tests, after every event: limits kept, ledgers agree, no one waits without a reason."""
+        self._check_window(now)
         self._queue.check_invariants()
         self._pool.check_invariants()
         assert len(self._running) <= self._knobs.max_concurrent_batches, "too many concurrent batches"
@@ -379,6 +452,34 @@ class ServerScheduler:
             assert instance.state is InstanceState.BUSY, "a batch on an instance that is not busy"
             assert batch.width == instance.width >= batch.requested_width, "narrower than requested"
             assert {(t.segment, t.previous_width) for t in batch.tasks} == {(key[0], key[2])}, "mixed batch"
-        if len(self._queue) and not self._running and not len(self._pool):
+        if self._window is None and len(self._queue) and not self._running and not len(self._pool):
             blocked = self._utilization is not None and self._utilization >= self._knobs.utilization_block
             assert blocked, "work waits although nothing runs, loads or blocks"
+
+    def _check_window(self, now: Seconds) -> None:
+        """A slot that is free has no ripe key that could start; what is not ripe has its timer."""
+        window = self._window
+        if window is None:
+            return
+        for key, _, _ in self._queue.lanes():
+            window.check_invariants(key, self._waiting(key))
+        if len(self._running) == self._knobs.max_concurrent_batches:
+            return
+        lanes = list(self._queue.lanes())
+        ripe = [(window.urgency(key, first), key) for key, count, first in lanes if window.ripe(key, count, now)]
+        if not ripe:
+            assert not lanes or self._window_wake <= min([window.due(key) for key, _, _ in lanes]), "nobody wakes up"
+        else:
+            segment, width, previous_width, exact = key = min(ripe)[1]
+            instance = self._pool.best_fit(segment, width, self._widest(width, exact), previous_width)
+            fits = instance is not None and (
+                previous_width in instance.variants
+                or self._pool.fits(self._shape.variant(segment, previous_width, instance.width))
+            )
+            assert not fits, f"{key} is ripe and does not run"
+
+
+def _batch_window(knobs: ServerKnobs, shape: ModelShape, batch_time: BatchTime | None) -> BatchWindow | None:
+    if knobs.batch_window == 0 or (knobs.batch_window is None and batch_time is None):
+        return None
+    return BatchWindow(knobs.batch_window, knobs.tile, knobs.max_batch, knobs.priority_aging, shape, batch_time)

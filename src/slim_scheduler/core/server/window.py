@@ -1,0 +1,163 @@
+"""The batch window of one server: which of its keys are *ripe*, so that a batch of theirs may start.
+
+A server that never rests runs small batches whenever there is less to do, all the time and at its least efficient. So a
+key may be held back until its tile is full, its oldest task has waited the window, its least slack is used up, or
+nothing more of it can come soon. `ServerScheduler` tells what was queued and what left, and asks; nothing is started
+here.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import exp
+
+from slim_scheduler.core.queues import Entry
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Seconds, Task, Width
+
+# segment, requested width, previous width, exact
+Key = tuple[int, Width, Width | None, bool]
+# Mean seconds of a batch on this server: segment, previous width, width, size
+BatchTime = Callable[[int, Width | None, Width, int], Seconds]
+
+KNEE = 1.05  # a tile is the smallest batch whose time per task is within so many times the best
+OF_A_PASS = 1.0  # an automatic window: what a pass through the whole network takes in full tiles
+RATE_MEMORY: Seconds = 0.25  # over which a key's arrivals are averaged
+MARGIN = 1.25  # on the predicted time that a task still needs
+UNHURRIED: Seconds = 1.0  # a task without deadline goes like one whose slack is used up so long after it came
+CLOCK_SLACK: Seconds = 1e-6  # that a host's timer may be early
+
+
+class _Held:
+    """What waits of one key. `since`: when the first of it came. `latest`: when the most urgent of it has to start.
+    `more`: tasks that may yet come, by the last block's word."""
+
+    __slots__ = ("latest", "more", "since")
+
+    def __init__(self, more: int) -> None:
+        self.since: Seconds = float("inf")
+        self.latest: Seconds = float("inf")
+        self.more = more
+
+
+class _KeyFacts:
+    """What a key's profile says, and how many of its tasks came lately."""
+
+    __slots__ = ("came", "came_at", "need", "tile", "window")
+
+    def __init__(self, tile: int, window: Seconds, need: Seconds) -> None:
+        self.tile = tile
+        self.window = window
+        self.need = need  # of a task, to the end of the network
+        self.came = 0.0
+        self.came_at: Seconds = 0.0
+
+
+class BatchWindow:
+    """Ripeness of every waiting key.
+
+    `window` None: the time of a pass through the network in full tiles, while one more task is to be expected in it.
+    `tile` None: the profile's knee. `batch_time` None, without a profile: a tile is a full batch, and tasks with a
+    deadline are not held.
+    """
+
+    def __init__(
+        self,
+        window: Seconds | None,
+        tile: int | None,
+        max_batch: int,
+        priority_aging: Seconds,
+        shape: ModelShape,
+        batch_time: BatchTime | None,
+    ) -> None:
+        self._window = window
+        self._tile = tile
+        self._max_batch = max_batch
+        self._priority_aging = priority_aging
+        self._shape = shape
+        self._batch_time = batch_time
+        self._held: dict[Key, _Held] = {}
+        self._facts: dict[Key, _KeyFacts] = {}
+
+    # ---- what the scheduler tells
+
+    def queued(self, key: Key, tasks: Sequence[Task], more: int, now: Seconds) -> None:
+        """Tasks of a key joined the queue; `more` others may come soon."""
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(more)
+        held.more = more
+        held.since = min(held.since, now)
+        facts = self._facts_of(key)
+        held.latest = min(held.latest, self._latest(facts, tasks))
+        if self._window is None:
+            facts.came = facts.came * exp((facts.came_at - now) / RATE_MEMORY) + len(tasks)
+            facts.came_at = now
+
+    def changed(self, key: Key, waiting: Sequence[tuple[Seconds, Task]]) -> None:
+        """Tasks of a key left the queue, or are back. `waiting`: all that wait, each with the time at which it came."""
+        before = self._held.pop(key, None)
+        if waiting:
+            held = self._held[key] = _Held(0 if before is None else before.more)
+            held.since = min([since for since, _ in waiting])
+            held.latest = self._latest(self._facts_of(key), [task for _, task in waiting])
+
+    # ---- what it asks
+
+    def ripe(self, key: Key, count: int, now: Seconds) -> bool:
+        """Whether a batch of this key, of which `count` tasks wait, should start."""
+        held = self._held[key]
+        if not held.more:
+            return True
+        facts = self._facts[key]
+        return count >= facts.tile or self._due(held, facts) <= now + CLOCK_SLACK
+
+    def due(self, key: Key) -> Seconds:
+        """When the key will be ripe if nothing comes."""
+        return self._due(self._held[key], self._facts[key])
+
+    def urgency(self, key: Key, first: Entry) -> tuple[Seconds, int]:
+        """Of two ripe keys the lower goes first: the least slack, or the older. `first`: the first entry of the key."""
+        return min(self._held[key].latest, first[0] + UNHURRIED), first[1]
+
+    def check_invariants(self, key: Key, waiting: Sequence[tuple[Seconds, Task]]) -> None:
+        """`waiting` as in `changed`."""
+        held = self._held[key]
+        assert held.since <= min([since for since, _ in waiting]) + CLOCK_SLACK, "a task waits past its window"
+        assert held.latest <= self._latest(self._facts[key], [task for _, task in waiting]), "slack is overlooked"
+
+    # ---- one key
+
+    def _due(self, held: _Held, facts: _KeyFacts) -> Seconds:
+        if self._window is None and facts.came * facts.window < RATE_MEMORY:
+            return held.since  # not one more task is to be expected in the window
+        return min(held.since + facts.window, held.latest)
+
+    def _latest(self, facts: _KeyFacts, tasks: Iterable[Task]) -> Seconds:
+        aging = self._priority_aging
+        starts = [t.deadline - facts.need + aging * t.priority for t in tasks if t.deadline is not None]
+        return min(starts, default=float("inf"))
+
+    def _facts_of(self, key: Key) -> _KeyFacts:
+        facts = self._facts.get(key)
+        if facts is None:
+            facts = self._facts[key] = self._read(key)
+        return facts
+
+    def _read(self, key: Key) -> _KeyFacts:
+        segment, width, previous, _ = key
+        if self._batch_time is None:
+            return _KeyFacts(self._tile or self._max_batch, self._window or 0.0, float("inf"))
+        rest = [(segment, previous), *[(later, width) for later in range(segment + 1, self._shape.segments)]]
+        need = MARGIN * sum([self._batch_time(s, p, width, self._max_batch) for s, p in rest])
+        window = self._window
+        if window is None:
+            steps = [(s, width if s else None) for s in range(self._shape.segments)]
+            window = OF_A_PASS * sum([self._batch_time(s, p, width, self._knee(s, p, width)) for s, p in steps])
+        return _KeyFacts(self._knee(segment, previous, width), window, need)
+
+    def _knee(self, segment: int, previous: Width | None, width: Width) -> int:
+        """The tile: from there on the time per task hardly falls."""
+        if self._tile is not None:
+            return min(self._tile, self._max_batch)
+        assert self._batch_time is not None
+        each = [self._batch_time(segment, previous, width, size) / size for size in range(1, self._max_batch + 1)]
+        return next(size for size, seconds in enumerate(each, 1) if seconds <= KNEE * min(each))

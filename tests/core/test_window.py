@@ -1,0 +1,196 @@
+"""The batch window: when a server holds a key back, and what ends the wait."""
+
+import msgspec
+import pytest
+
+from slim_scheduler.core.messages import (
+    BatchDone,
+    BlockArrived,
+    CancelTasks,
+    InstanceReady,
+    LoadInstance,
+    RequestArrived,
+    StartBatch,
+    TimerFired,
+    WakeAt,
+)
+from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
+from slim_scheduler.core.types import Request
+from tests.core.networks import SHAPE, WEIGHT, block, dispatcher, done, only, request, sent, task
+
+WINDOW = 0.010
+FIXED, EACH = 0.004, 0.001  # seconds of a batch, and of each task in it
+
+
+def batch_time(segment, previous_width, width, size):
+    return FIXED + EACH * size
+
+
+def server(profile=True, **knobs):
+    """One server with an instance of each segment at width 0.5, and a window."""
+    asked = {"max_batch": 8, "vram_budget": 100 * WEIGHT, "batch_window": WINDOW, "tile": 4, **knobs}
+    made = ServerScheduler("a", ServerKnobs(**asked), SHAPE, batch_time=batch_time if profile else None)
+    for segment in range(SHAPE.segments):
+        first = task(9000 + segment, segment, 0.5 if segment else None)
+        load = only(made.handle(BlockArrived(block(first.task_id, (first,), 0.5)), -9.0), LoadInstance)[0]
+        (batch,) = only(made.handle(InstanceReady(load.instance), -9.0), StartBatch)
+        made.handle(BatchDone(batch.batch.batch_id), -9.0)
+    return made
+
+
+def arrives(scheduler, now, *ids, more=1, segment=0, deadline=None, priority=0):
+    tasks = tuple(task(i, segment, 0.5 if segment else None, deadline, priority) for i in ids)
+    event = BlockArrived(msgspec.structs.replace(block(ids[0], tasks, 0.5), more=more))
+    commands = scheduler.handle(event, now)
+    scheduler.check_invariants(now)
+    return commands
+
+
+def ran(commands):
+    return [t.task_id for start in only(commands, StartBatch) for t in start.batch.tasks]
+
+
+def wakes(commands):
+    return [command.at for command in only(commands, WakeAt)]
+
+
+def fires(scheduler, now):
+    commands = scheduler.handle(TimerFired(), now)
+    scheduler.check_invariants(now)
+    return commands
+
+
+def test_a_key_waits_for_its_window_and_the_machine_asks_for_the_timer():
+    scheduler = server()
+    commands = arrives(scheduler, 1.0, 1)
+    assert ran(commands) == []
+    assert wakes(commands) == [1.0 + WINDOW]
+    assert ran(arrives(scheduler, 1.004, 2)) == [], "the second does not begin the window anew"
+    assert ran(fires(scheduler, 1.009)) == [], "a spare timer"
+    assert ran(fires(scheduler, 1.0 + WINDOW)) == [1, 2]
+
+
+def test_a_full_tile_does_not_wait_and_takes_what_fits_into_a_batch():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1, 2, 3)
+    assert ran(arrives(scheduler, 1.001, 4, 5)) == [1, 2, 3, 4, 5]
+
+
+def test_nobody_waits_for_what_cannot_come():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1, more=3)
+    assert ran(arrives(scheduler, 1.001, 2, more=0)) == [1, 2], "the last block says that nothing follows"
+
+
+def test_with_all_credit_here_nothing_more_can_come():
+    scheduler = server(credit=3)
+    arrives(scheduler, 1.0, 1)
+    arrives(scheduler, 1.001, 2, segment=1)
+    assert ran(arrives(scheduler, 1.002, 3, segment=2)) == [1], "the oldest goes"
+
+
+def test_least_slack_starts_a_key_in_time_for_all_segments_that_are_left():
+    scheduler = server(batch_window=1.0)
+    need = 1.25 * 3 * (FIXED + 8 * EACH)
+    commands = arrives(scheduler, 1.0, 1, deadline=1.5)
+    assert ran(commands) == []
+    assert wakes(commands) == [pytest.approx(1.5 - need)]
+    assert ran(fires(scheduler, 1.5 - need)) == [1]
+
+
+def test_without_a_profile_deadlines_are_not_risked():
+    scheduler = server(profile=False)
+    assert ran(arrives(scheduler, 1.0, 1, deadline=1.5)) == [1]
+    assert ran(arrives(scheduler, 1.0, 2, segment=1)) == [], "the others wait for their window"
+
+
+def test_of_ripe_keys_the_least_slack_goes_first_and_without_deadlines_the_oldest():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1, more=0)  # runs
+    arrives(scheduler, 1.001, 2, segment=1, more=0)
+    arrives(scheduler, 1.002, 3, segment=2, more=0, deadline=1.2)
+    assert ran(scheduler.handle(BatchDone(4), 1.003)) == [3]
+    arrives(scheduler, 1.004, 4, more=0)
+    assert ran(scheduler.handle(BatchDone(5), 1.005)) == [2]
+    assert ran(scheduler.handle(BatchDone(6), 1.006)) == [4]
+
+
+def test_tasks_without_deadline_are_not_starved_by_those_with():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1, more=0)  # runs
+    arrives(scheduler, 1.0, 2, segment=1, more=0)
+    arrives(scheduler, 2.5, 3, segment=2, more=0, deadline=3.0)
+    assert ran(scheduler.handle(BatchDone(4), 2.5)) == [2], "it has waited longer than the other may"
+
+
+def test_a_cancelled_task_makes_nobody_wait_longer_or_shorter():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1)
+    arrives(scheduler, 1.004, 2)
+    scheduler.handle(CancelTasks("a", (1,)), 1.005)
+    scheduler.check_invariants(1.005)
+    commands = fires(scheduler, 1.0 + WINDOW)
+    assert ran(commands) == []
+    assert wakes(commands) == [1.004 + WINDOW]
+    assert ran(fires(scheduler, 1.004 + WINDOW)) == [2]
+    scheduler.handle(BatchDone(4), 1.02)
+    arrives(scheduler, 1.03, 3)
+    scheduler.handle(CancelTasks("a", (3,)), 1.031)
+    assert ran(fires(scheduler, 1.03 + WINDOW)) == []
+
+
+def test_an_automatic_tile_is_the_knee_of_the_profile_and_the_window_a_pass_through_the_network():
+    scheduler = server(tile=None, batch_window=None, max_batch=200)
+    knee = next(b for b in range(1, 201) if (FIXED / b + EACH) <= 1.05 * (FIXED / 200 + EACH))
+    arrives(scheduler, 1.0, *range(1, knee), more=9)
+    assert scheduler._window.due((0, 0.5, None, False)) == pytest.approx(1.0 + 3 * (FIXED + knee * EACH))
+    assert len(ran(arrives(scheduler, 1.001, 900, more=9))) == knee
+
+
+def test_an_automatic_window_does_not_hold_what_comes_too_seldom():
+    scheduler = server(batch_window=None)
+    assert ran(arrives(scheduler, 1.0, 1)) == [1], "one task in a quarter of a second is not one more in 24 ms"
+    scheduler.handle(BatchDone(4), 1.001)
+    last = 0.0
+    for i in range(2, 40):
+        last = 1.0 + 0.005 * i
+        for started in only(arrives(scheduler, last, i), StartBatch):
+            scheduler.handle(BatchDone(started.batch.batch_id), last)
+    assert ran(arrives(scheduler, last + 0.001, 40)) == [], "200 tasks/s are"
+
+
+def test_window_zero_is_the_papers_rule():
+    scheduler = server(batch_window=0.0)
+    assert ran(arrives(scheduler, 1.0, 1, more=9)) == [1]
+
+
+def follows(machine, event, now):
+    return [(block.segment, len(block.tasks), block.more) for block in sent(machine.handle(event, now))]
+
+
+def test_the_dispatcher_says_what_may_follow_a_block():
+    machine = dispatcher(servers=("a", "b"), credit=8, batch_windows=True)
+    (first,) = sent(machine.handle(request(1, 1), 0.0))
+    assert first.more == 0, "a lone request on an idle fleet"
+    (second,) = sent(machine.handle(request(2, 2), 0.1))
+    assert second.more == 1, "others are about"
+    assert follows(machine, done(first, 0.2), 0.2) == [(1, 1, 2)], "two more of that width are in segment 0"
+    (third,) = sent(machine.handle(done(second, 0.3), 0.3))
+    assert (third.segment, third.more) == (1, 0), "all that there is has come this far"
+
+
+def test_the_items_of_one_request_expect_no_other_request():
+    machine = dispatcher(servers=("a", "b"), credit=4, batch_windows=True)
+    assert [b.more for b in sent(machine.handle(request(1, 7), 0.0))] == [0, 0]
+
+
+def test_a_full_server_is_told_that_nothing_follows():
+    machine = dispatcher(servers=("a",), credit=2, batch_windows=True)
+    machine.handle(RequestArrived(Request(1, (1,), 0.0)), 0.0)
+    assert [b.more for b in sent(machine.handle(RequestArrived(Request(2, (2, 3), 0.0)), 0.0))] == [0]
+
+
+def test_without_windows_a_block_says_nothing():
+    machine = dispatcher(servers=("a", "b"), credit=8)
+    machine.handle(request(1, 1), 0.0)
+    assert follows(machine, request(2, 2), 0.1) == [(0, 2, 0)]
