@@ -11,4 +11,5 @@ def test_the_figure_is_of_the_shipped_network_and_names_whose_figures_are_whose(
     text = path.read_text()
     assert "lean, trained here: 256 tuples" in text
     assert "the paper, table I" in text
+    assert "MobileNetV2 x0.5 to x1.4, trained separately" in text
     assert text.count("<use ") >= 256

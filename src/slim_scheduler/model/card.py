@@ -201,7 +201,9 @@ INTRODUCTION = (
     "Training never looks at test images: curves and choices come from held-out training images."
 )
 DESIGNS = (
-    "## Presets\n\n![Accuracy over multiply-adds: ours, and the paper's tables](figures/accuracy-macs.svg)\n\n"
+    "## Presets\n\n![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
+    "MobileNetV2 x0.5 to x1.4 are four networks, each trained for itself (CIFAR-100 table of "
+    "github.com/chenyaofo/pytorch-cifar-models). "
     "Drawn by `python -m slim_scheduler.report.designs`. Multiply-adds and parameters of the networks that `slim fit` "
     "knows:"
 )

@@ -2,7 +2,7 @@
 
 Drawn by `python -m slim_scheduler.report.designs`. Ours are measured on the test images, one point per width tuple. The
 paper's are its tables I and II, at the multiply-adds of its size as this project counts them; that size was not trained
-here.
+here. Separately trained networks, one per point, show what one set of weights for all widths has to compare with.
 """
 
 from pathlib import Path
@@ -14,6 +14,9 @@ from slim_scheduler.model.checkpoint import Manifest, load_manifest
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
 
+# (width, millions of multiply-adds, top-1 % on all 10,000 test images), each trained for itself, without a teacher:
+# the CIFAR-100 table of github.com/chenyaofo/pytorch-cifar-models
+MOBILENET_V2 = ((0.5, 28.08, 70.88), (0.75, 59.43, 73.61), (1.0, 88.09, 74.20), (1.4, 170.23, 75.98))
 FIGURE = Path("docs/figures/accuracy-macs.svg")
 
 
@@ -22,7 +25,7 @@ def draw(manifest: Manifest, path: Path) -> None:
     arch, paper = architecture_of(manifest.architecture), preset_named("cifar100").architecture
     test = {tuple(map(float, name.split(","))): 100 * top1 for name, top1 in manifest.accuracy["test"].items()}
     uniform = [(width,) * arch.segments for width in arch.widths]
-    (ours, solid), (theirs, dashed) = series(0), series(1)
+    (ours, solid), (theirs, dashed), (separate, dotted) = series(0), series(1), series(2)
     with drawing(FIGURE_SIZE[1] * 1.2) as figure:
         axes = figure.subplots()
         axes.scatter([_macs(arch, t) for t in test], list(test.values()), s=6, color=ours, alpha=0.35, linewidths=0)
@@ -40,11 +43,22 @@ def draw(manifest: Manifest, path: Path) -> None:
             edgecolors=theirs,
             label="the paper, table II (mixed)",
         )
+        axes.plot(
+            [macs for _, macs, _ in MOBILENET_V2],
+            [top1 for _, _, top1 in MOBILENET_V2],
+            dotted,
+            color=separate,
+            marker="s",
+            markersize=4,
+            label="MobileNetV2 x0.5 to x1.4, trained separately",
+        )
         axes.set_xscale("log")
         axes.set_xticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
         axes.set_xticks([], minor=True)
         axes.set_xlabel("multiply-adds per image, millions")
         axes.set_ylabel("top-1 on CIFAR-100 test images, %")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.3 * (high - low))  # the legend's place, above the lines
         axes.legend(loc="upper left")
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
