@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from slim_scheduler.cli import bound, comparing, machine, model, running, serving, training
+from slim_scheduler.cli import bound, comparing, family, machine, model, running, serving, training
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 comparing.add_demo(app)
 model.add(app)
+family.add(app)
 running.add(app)
 comparing.add(app)
 bound.add(app)

@@ -137,14 +137,14 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _models() -> Iterator[Finding]:
-    from slim_scheduler.model.checkpoint import load
+    from slim_scheduler.model.folder import load_model
 
     folders = sorted(path.parent for path in Path("models").glob("*/manifest.json"))
     if not folders:
         yield Finding("models", "note", "none in models/", "slim fit --preset digits --data digits --out models/digits")
     for folder in folders:
         try:
-            shape = load(folder)
+            shape = load_model(folder)
         except InputError as error:
             yield Finding(str(folder), "problem", str(error))
             continue

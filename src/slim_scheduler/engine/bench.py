@@ -20,8 +20,8 @@ from slim_scheduler.core.types import ItemId, Seconds, WidthTuple
 from slim_scheduler.engine.engine import InferenceResult, SlimEngine
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.engine.inputs import Normalization
-from slim_scheduler.model.checkpoint import load_manifest
 from slim_scheduler.model.data import load_data
+from slim_scheduler.model.folder import load_manifest
 from slim_scheduler.record.levels import Level
 from slim_scheduler.record.recorder import Recorder, RunInfo
 from slim_scheduler.setup.config import Config

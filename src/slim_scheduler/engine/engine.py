@@ -41,7 +41,7 @@ from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
 from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
-from slim_scheduler.model import checkpoint
+from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.setup.machines import build_dispatcher, build_router, load_shape
@@ -113,7 +113,7 @@ class SlimEngine:
         if not isinstance(config, Config):
             config = load_config(Path(config))
         shape = load_shape(config)
-        manifest = checkpoint.load_manifest(config.model.path)
+        manifest = load_manifest(config.model.path)
         if config.cluster.address and cls is SlimEngine:
             try:
                 from slim_scheduler.engine.cluster.engine import ClusterEngine
@@ -125,7 +125,7 @@ class SlimEngine:
             cls = ClusterEngine
         return cls(
             config,
-            checkpoint.load(config.model.path),
+            load_model(config.model.path),
             shape,
             router=router,
             seed=seed,

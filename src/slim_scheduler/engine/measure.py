@@ -20,7 +20,7 @@ from slim_scheduler.core.types import Bytes, Seconds, Watts, Width, WidthTuple
 from slim_scheduler.engine.hardware import device_name, versions
 from slim_scheduler.engine.measuring_bench import VISITS, Bench, Crowd, Piece, Point, Times
 from slim_scheduler.engine.probe import open_probe
-from slim_scheduler.model import checkpoint
+from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.model.shape import shape_of
 
@@ -51,7 +51,7 @@ def measure(
 
     `busy` further servers of this process compute meanwhile: as many as there will be beside it.
     """
-    model = checkpoint.load(model_dir)
+    model = load_model(model_dir)
     return asyncio.run(
         measure_model(
             model, device, batches=batches, threads=threads, slowdowns=(1.0,) * (1 + busy), rounds=rounds,

@@ -170,12 +170,12 @@ def _read_classes(folder: Path, classes: tuple[str, ...], item_shape: tuple[int,
         files = sorted(p for p in here.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES) if here.is_dir() else []
         if not files:
             raise DataError(f"data {here} has no images ({', '.join(IMAGE_SUFFIXES)}); every class needs some")
-        pixels += [_read_image(path, item_shape) for path in files]
+        pixels += [read_image(path, item_shape) for path in files]
         labels += [label] * len(files)
     return Images(np.stack(pixels), np.array(labels, dtype=np.int64))
 
 
-def _read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+def read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
     """One image as (channels, height, width). A truncated file is an error, never a grey rest."""
     from PIL import Image, UnidentifiedImageError
 

@@ -1,0 +1,443 @@
+"""Makes a family from files of networks: checks them, measures cost and accuracy, writes one folder, or nothing.
+
+Order of work: every file is checked before any is run; then variants are ranked by measured cost; then images decide
+what each rank gets right. Without labels a rank's share is its agreement with the last one, and is called so.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import DataError, InputError
+from slim_scheduler.model.data import IMAGE_SUFFIXES, load_data, read_image
+from slim_scheduler.model.exported_program import is_zip, onnx_of_exported_program
+from slim_scheduler.model.family import (
+    FORMAT,
+    MANIFEST,
+    Family,
+    FamilyManifest,
+    Measured,
+    Preparation,
+    Variant,
+    family_shape,
+)
+from slim_scheduler.model.graph_session import GraphSession
+from slim_scheduler.model.onnx_file import Graph, Layout, check_onnx, read_onnx, sha256, with_any_batch
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
+
+MOST_VARIANTS = 16
+COST_BATCH = 4
+COST_RUNS = 5
+BATCH = 16  # images through all variants at a time
+SAME_ANSWER = 1e-2  # between a graph's scores at one batch size and at another, of the largest score
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MOST_LABELS_BYTES = 4 << 20
+
+T = TypeVar("T")
+Progress = Callable[[float, str], None]  # share done, what is being done
+
+
+class Wishes(NamedTuple):
+    """What the caller says that files may leave open; each one value for all files, or one per file."""
+
+    sizes: Sequence[tuple[int, int]] = ()
+    layouts: Sequence[Layout] = ()
+    means: Sequence[tuple[float, ...]] = ()
+    stds: Sequence[tuple[float, ...]] = ()
+    labels: Path | None = None
+
+
+NO_WISHES = Wishes()
+
+
+class _Candidate(NamedTuple):
+    """A checked file, not yet ranked."""
+
+    path: Path
+    source: str
+    graph: Graph
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    cost_s: float = 0.0
+
+
+def import_family(
+    files: Sequence[Path],
+    out: Path,
+    data: str | None,
+    wishes: Wishes = NO_WISHES,
+    progress: Progress = lambda share, what: None,
+) -> FamilyManifest:
+    """Writes the family of `files` to the new folder `out`. Raises InputError, one line, and leaves nothing behind."""
+    if out.exists():
+        raise InputError(f"{out} exists already; give another --out, or remove it")
+    candidates = _checked(files, wishes, progress)
+    labels = _labels(candidates, wishes.labels)
+    ranked = _by_cost(candidates, progress)
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    try:
+        partial.mkdir(parents=True)
+        manifest = _written(partial, out.name, ranked, labels)
+        if data is not None:
+            family = Family(out.name, manifest, tuple(candidate.graph.content for candidate in ranked))
+            table, manifest = _measured(family, data, labels is not None, progress)
+            write_accuracy(table, partial / TABLE_FILES["test"])
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+# ---- files
+
+
+def _checked(files: Sequence[Path], wishes: Wishes, progress: Progress) -> list[_Candidate]:
+    if not 2 <= len(files) <= MOST_VARIANTS:
+        raise InputError(
+            f"{len(files)} file is given; a family has 2 to {MOST_VARIANTS} variants, one file each"
+            if len(files) == 1
+            else f"{len(files)} files are given; a family has 2 to {MOST_VARIANTS}"
+        )
+    for name, values in zip(Wishes._fields, wishes[:-1], strict=False):
+        if len(values) not in (0, 1, len(files)):
+            raise InputError(f"{len(values)} {name} are given for {len(files)} files; give one for all, or one each")
+    candidates: list[_Candidate] = []
+    seen: dict[str, Path] = {}
+    for i, path in enumerate(files):
+        progress(0.1 * i / len(files), f"checking {path.name}")
+        source, graph = _read(path, _of(wishes.sizes, i), _of(wishes.layouts, i))
+        digest = sha256(graph.content)
+        if digest in seen:
+            raise InputError(f"{path.name} holds the same network as {seen[digest].name}; give each variant once")
+        seen[digest] = path
+        mean, std = _normalization(path, graph, _of(wishes.means, i), _of(wishes.stds, i))
+        candidates.append(_Candidate(path, source, graph, mean, std))
+    first = candidates[0]
+    for other in candidates[1:]:
+        for what in ("classes", "channels"):
+            mine, its = getattr(first.graph.facts, what), getattr(other.graph.facts, what)
+            if mine != its:
+                raise InputError(
+                    f"{other.path.name} has {its} {what} and {first.path.name} {mine}; variants share them"
+                )
+    return [_with_open_batch(candidate) for candidate in candidates]
+
+
+def _read(path: Path, size: tuple[int, int] | None, layout: Layout | None) -> tuple[str, Graph]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; give ONNX (.onnx) or torch.export (.pt2) files")
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head[:1] == b"\x80":
+        raise InputError(
+            f"{path.name}: is a pickle, which is never loaded; export the network to ONNX, or with "
+            "torch.export.save (.pt2)"
+        )
+    if not is_zip(head):
+        return "onnx", read_onnx(path, size, layout)
+    return "torch.export", check_onnx(path, onnx_of_exported_program(path), size, layout)
+
+
+def _normalization(
+    path: Path, graph: Graph, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """From flags, else from the file's metadata, else ImageNet's for colours and none for grey and raw pixels."""
+    channels = graph.facts.channels
+    if graph.facts.dtype == "uint8":
+        default = (0.0,) * channels, (1.0,) * channels
+    elif channels == 3:
+        default = IMAGENET_MEAN, IMAGENET_STD
+    else:
+        default = (0.0,) * channels, (1.0,) * channels
+    found = []
+    for name, said, otherwise in (("mean", mean, default[0]), ("std", std, default[1])):
+        values = said or _numbers(graph.metadata.get(name)) or otherwise
+        values = values * channels if len(values) == 1 else values
+        if len(values) != channels or not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
+            raise InputError(f"{path.name}: {name} {values} does not fit {channels} channels; give --{name} as numbers")
+        found.append(tuple(values))
+    return found[0], found[1]
+
+
+def _numbers(text: str | None) -> tuple[float, ...] | None:
+    try:
+        return tuple(float(part) for part in text.strip("[]() ").split(",")) if text else None
+    except ValueError:
+        return None
+
+
+def _with_open_batch(candidate: _Candidate) -> _Candidate:
+    """Lets a graph with a fixed batch size take any, where its scores are the same then."""
+    graph = candidate.graph
+    facts = graph.facts
+    open_graph = with_any_batch(graph) if facts.batch else graph
+    images = _random_images(graph, 3)
+    try:
+        together = GraphSession(open_graph.content, 1, name=candidate.path.name).run(images)
+    except InputError:
+        if not facts.batch:
+            raise
+        together = np.empty((0, 0), np.float32)
+    except Exception as error:  # ONNX Runtime's own kinds share no base but this
+        if not facts.batch:
+            raise InputError(f"{candidate.path.name}: does not run on 3 images ({_first_line(error)})") from None
+        together = np.empty((0, 0), np.float32)
+    try:
+        apart = GraphSession(graph.content, 1, batch=facts.batch or 1, name=candidate.path.name).run(images)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{candidate.path.name}: does not run on an image ({_first_line(error)})") from None
+    if not np.isfinite(apart).all():
+        raise InputError(f"{candidate.path.name}: gives scores that are not finite numbers; export it again")
+    if together.shape == apart.shape and np.abs(together - apart).max() <= SAME_ANSWER * np.abs(apart).max():
+        return candidate._replace(graph=open_graph)
+    if not facts.batch:  # it says that it takes any batch, and mixes its items
+        return candidate._replace(graph=Graph(msgspec.structs.replace(facts, batch=1), graph.content, graph.metadata))
+    return candidate
+
+
+def _by_cost(candidates: list[_Candidate], progress: Progress) -> list[_Candidate]:
+    """Cheapest first, by seconds per item on one thread: the least of a few runs, because a disturbance only adds."""
+    sessions = [GraphSession(c.graph.content, 1, batch=c.graph.facts.batch, name=c.path.name) for c in candidates]
+    images = [_random_images(c.graph, COST_BATCH) for c in candidates]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for run in range(COST_RUNS + 1):
+        for i, session in enumerate(sessions):
+            progress(0.1 + 0.1 * (run + i / len(sessions)) / (COST_RUNS + 1), f"timing {candidates[i].path.name}")
+            begin = time.perf_counter()
+            session.run(images[i])
+            seconds[i].append((time.perf_counter() - begin) / COST_BATCH)
+    timed = [c._replace(cost_s=min(s[1:])) for c, s in zip(candidates, seconds, strict=True)]
+    return sorted(timed, key=lambda c: c.cost_s)
+
+
+def _random_images(graph: Graph, count: int) -> npt.NDArray[np.generic]:
+    facts = graph.facts
+    shape = (facts.channels, *facts.size) if facts.layout == "NCHW" else (*facts.size, facts.channels)
+    pixels = np.random.default_rng(0).uniform(0, 1, (count, *shape))
+    return (pixels * 255).astype(np.uint8) if facts.dtype == "uint8" else pixels.astype(facts.dtype)
+
+
+def _written(folder: Path, name: str, ranked: list[_Candidate], labels: tuple[str, ...] | None) -> FamilyManifest:
+    """Writes the graphs; the manifest comes last, when everything is measured."""
+    variants = []
+    for rank, candidate in enumerate(ranked, 1):
+        facts, content = candidate.graph.facts, candidate.graph.content
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", candidate.path.stem)[:60]
+        file = f"{rank}-{stem}.onnx"
+        (folder / file).write_bytes(content)
+        variants.append(
+            Variant(
+                name=stem,
+                file=file,
+                sha256=sha256(content),
+                bytes=len(content),
+                source=candidate.source,  # type: ignore[arg-type]
+                dtype=facts.dtype,
+                layout=facts.layout,
+                size=facts.size,
+                batch=facts.batch,
+                mean=candidate.mean,
+                std=candidate.std,
+                weight_bytes=facts.weight_bytes,
+                workspace_bytes=facts.workspace_bytes,
+                macs=facts.macs,
+                cost_s=candidate.cost_s,
+            )
+        )
+    last, facts = variants[-1], ranked[-1].graph.facts
+    largest = max(variants, key=lambda v: math.prod(v.size)).size
+    item_shape = (facts.channels, *largest)
+    raw = last.dtype == "uint8"
+    return FamilyManifest(
+        format=FORMAT,
+        kind="family",
+        shape=family_shape(name, tuple(variants), item_shape, facts.classes),
+        classes=labels or tuple(str(label) for label in range(facts.classes)),
+        mean=(0.0,) * facts.channels if raw else last.mean,
+        std=(1.0,) * facts.channels if raw else last.std,
+        variants=tuple(variants),
+    )
+
+
+# ---- labels and images
+
+
+def _labels(candidates: list[_Candidate], given: Path | None) -> tuple[str, ...] | None:
+    """Class names from a file, else from the networks' metadata; None where nobody says them."""
+    classes = candidates[0].graph.facts.classes
+    if given is not None:
+        if not given.is_file() or given.stat().st_size > MOST_LABELS_BYTES:
+            raise InputError(f"labels {given} is no file of at most {MOST_LABELS_BYTES} bytes; one class name per line")
+        names = _names(given.read_text())
+        if names is None or len(names) != classes:
+            raise InputError(f"labels {given} has {len(names or ())} names, the networks have {classes} classes")
+        return names
+    for candidate in candidates:
+        for key in ("labels", "classes", "names"):
+            names = _names(candidate.graph.metadata.get(key, ""))
+            if names is not None and len(names) == classes:
+                return names
+    return None
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    """Names from a JSON list, a JSON object by index, or one per line."""
+    if not text.strip():
+        return None
+    try:
+        tree = json.loads(text)
+    except ValueError:
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+    if isinstance(tree, dict) and all(str(i) in tree for i in range(len(tree))):
+        tree = [tree[str(i)] for i in range(len(tree))]
+    return tuple(map(str, tree)) if isinstance(tree, list) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """Images to measure on, in batches, with their labels; None where they have none."""
+
+    name: str
+    count: int
+    labels: npt.NDArray[np.int64] | None
+    batches: Callable[[], Iterator[npt.NDArray[np.uint8]]]
+    classes: tuple[str, ...] | None = None
+
+
+def _images(data: str, manifest: FamilyManifest, named: bool) -> _Images:
+    """`digits`, CIFAR's binary layout, class folders, or a folder of images without labels."""
+    shape = manifest.shape.item_shape
+    path = Path(data)
+    if data == "digits" or path.name.endswith(".tar.gz") or (path / "test.bin").exists():
+        loaded = load_data(data, shape)
+        if len(loaded.classes) != manifest.shape.classes:
+            raise DataError(
+                f"data {loaded.name} has {len(loaded.classes)} classes, the networks have {manifest.shape.classes}"
+            )
+        pixels = loaded.test.pixels
+
+        def parts() -> Iterator[npt.NDArray[np.uint8]]:
+            for start in range(0, len(pixels), BATCH):
+                yield pixels[start : start + BATCH]
+
+        return _Images(loaded.name, len(pixels), loaded.test.labels, parts, loaded.classes)
+    if not path.is_dir():
+        raise DataError(f"data {data} does not exist; give `digits`, class folders of images, or a folder of images")
+    root = path / "test" if (path / "test").is_dir() and (path / "train").is_dir() else path
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    files: list[Path] = []
+    labels: list[int] = []
+    classes = None
+    if folders:
+        names = [folder.name for folder in folders]
+        index, classes = _class_index(path, names, manifest, named)
+        for folder in folders:
+            found = _image_files(folder)
+            files += found
+            labels += [index[folder.name]] * len(found)
+    else:
+        files = _image_files(root)
+    if not files:
+        raise DataError(f"data {data} has no images ({', '.join(IMAGE_SUFFIXES)})")
+
+    def batches() -> Iterator[npt.NDArray[np.uint8]]:
+        for start in range(0, len(files), BATCH):
+            yield np.stack([read_image(file, shape) for file in files[start : start + BATCH]])  # type: ignore[arg-type]
+
+    return _Images(path.name, len(files), np.array(labels, np.int64) if folders else None, batches, classes)
+
+
+def _class_index(
+    path: Path, names: list[str], manifest: FamilyManifest, named: bool
+) -> tuple[dict[str, int], tuple[str, ...] | None]:
+    """Which class each folder is: by label, by number, or, where there are as many as classes, in sorted order."""
+    classes = manifest.shape.classes
+    known = {_plain(label): i for i, label in reversed(list(enumerate(manifest.classes)))} if named else {}
+    if all(_plain(name) in known for name in names):
+        return {name: known[_plain(name)] for name in names}, None
+    if all(name.isdecimal() and int(name) < classes for name in names):
+        return {name: int(name) for name in names}, None
+    if len(names) == classes:
+        return {name: i for i, name in enumerate(names)}, None if named else tuple(names)
+    numbers = {str(i) for i in range(classes)}
+    stranger = next((name for name in names if _plain(name) not in known and name not in numbers), names[0])
+    raise DataError(
+        f"data {path}: folder {stranger!r} is no class of the networks ({len(names)} folders, {classes} classes); name "
+        "folders by label or class number, and give --labels"
+    )
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", " ", label.lower()).strip()
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in IMAGE_SUFFIXES)
+
+
+# ---- accuracy
+
+
+def _measured(family: Family, data: str, named: bool, progress: Progress) -> tuple[AccuracyTable, FamilyManifest]:
+    """Runs all images through all variants: the table, and the manifest that sums it up."""
+    manifest = family.manifest
+    images = _images(data, manifest, named)
+    torch_threads = torch.get_num_threads()
+    ranks = manifest.shape.widths
+    runners = []
+    for rank in ranks:
+        variant = manifest.variant(rank)
+        session = GraphSession(family.graph(rank), torch_threads, batch=variant.batch, name=variant.name)
+        runners.append((Preparation(manifest.mean, manifest.std, variant), session))
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (manifest.mean, manifest.std))
+    scores: list[list[npt.NDArray[np.float32]]] = [[] for _ in ranks]
+    done = 0
+    for pixels in images.batches():
+        items = (torch.from_numpy(pixels).float() / 255.0 - mean) / std
+        for i, (prepare, session) in enumerate(runners):
+            scores[i].append(session.run(prepare(items)))
+        done += len(pixels)
+        progress(0.2 + 0.8 * done / images.count, f"{done} of {images.count} images")
+    answers = [np.concatenate(parts).argmax(axis=1) for parts in scores]
+    truth = answers[-1] if images.labels is None else images.labels
+    kind: Measured = "agreement" if images.labels is None else "accuracy"
+    last = manifest.variants[-1].name
+    said = images.name if images.labels is not None else f"agreement with {last} on {images.name}"
+    table = AccuracyTable(
+        {(rank,): given == truth for rank, given in zip(ranks, answers, strict=True)},
+        split="test",
+        data=said,
+        weights_sha256=manifest.weights_sha256,
+    )
+    return table, msgspec.structs.replace(
+        manifest,
+        classes=images.classes or manifest.classes,
+        measured=kind,
+        data=said,
+        accuracy={"test": {f"{rank:g}": round(table.top1((rank,)), 4) for rank in ranks}},
+    )
+
+
+def _of(values: Sequence[T], i: int) -> T | None:
+    return values[i if len(values) > 1 else 0] if values else None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error)
+    return text.splitlines()[0][:200] if text else type(error).__name__
