@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slim_scheduler.serve.decode import InferenceCall, decode_infer
+from slim_scheduler.serve.decode import LARGEST_INPUT, InferenceCall, decode_infer
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.metadata import ModelCard
 from slim_scheduler.serve.parameters import Asked, OutputForm
@@ -174,8 +174,17 @@ def test_values_that_are_not_finite_are_refused(card, images, value):
     assert "not finite" in refusal(card, body, length).message
 
 
-def test_finite_values_are_taken_however_large(card, images):
-    images[:] = np.finfo(np.float32).max  # their squares are more than a float32 can be
+@pytest.mark.parametrize("value", [1.1e6, -1.1e6, 3e38, -3e38])
+def test_values_beyond_any_pixel_are_refused_with_the_value_and_the_limit(card, images, value):
+    images[1, 0, 3, 3] = value
+    body, length = binary(images)
+    message = refusal(card, body, length).message
+    assert f"{abs(value):g}" in message
+    assert "1e+06" in message
+
+
+def test_values_up_to_the_limit_are_taken(card, images):
+    images[:] = LARGEST_INPUT  # the sum of their squares passes the limit's
     body, length = binary(images)
     assert (decode_infer(body, length, card, Limits()).items == images).all()
 

@@ -5,7 +5,6 @@ anything is allocated for it; what does not fit is a `Refusal`. The gRPC front s
 """
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
 LONGEST_ID = 1024
+LARGEST_INPUT = 1e6  # normalised pixels are within about 10; raw 16-bit ones are still taken
 
 
 class InputTensor(msgspec.Struct):
@@ -122,7 +122,7 @@ def image_from(
             f"input {INPUT} has {size} bytes of data; {datatype} of shape {shape} needs {elements * dtype.itemsize}"
         )
     image = np.frombuffer(data, dtype, elements, offset)
-    return _channels_first(_finite(image), shape, card)
+    return _channels_first(_sensible(image), shape, card)
 
 
 def check_shape(datatype: str, shape: list[int], card: ModelCard, limits: Limits) -> int:
@@ -156,6 +156,16 @@ def output_wish(name: str, parameters: Mapping[str, Parameter]) -> int:
     if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count <= 2**31 or count % 1:
         raise invalid(f"classification is {quote(count)}; it must be a whole number from 0")
     return int(count)
+
+
+def check_forms(forms: tuple[OutputForm, ...]) -> None:
+    """There is one output: logits, labels, or both, once each. Raises Refusal."""
+    for what, count in (
+        ("logits", sum(form.classification == 0 for form in forms)),
+        ("classification", sum(form.classification > 0 for form in forms)),
+    ):
+        if count > 1:
+            raise invalid(f"output {OUTPUT} is asked for {count} times as {what}; ask once")
 
 
 def _parse(text: memoryview) -> InferBody:
@@ -231,7 +241,7 @@ def _image_from_json(tensor: InputTensor, card: ModelCard, limits: Limits) -> np
         raise invalid(f"data of input {INPUT}: {quote(error, 200)}") from None
     if depth > 1 and list(image.shape) != tensor.shape:
         raise invalid(f"data of input {INPUT} is nested as {list(image.shape)}; its shape says {tensor.shape}")
-    return _channels_first(_finite(image), tensor.shape, card)
+    return _channels_first(_sensible(image), tensor.shape, card)
 
 
 def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any, Any]:
@@ -251,10 +261,18 @@ def _raw_image(body: Buffer, card: ModelCard, limits: Limits) -> np.ndarray[Any,
     return image_from(body, 0, len(body), "FP32", shape, card, limits)
 
 
-def _finite(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    # One number that is not finite leaves the sum of squares not finite, and that is seen in a third of the time.
-    if image.dtype.kind == "f" and not isfinite(np.vdot(image, image)) and not np.isfinite(image).all():
+def _sensible(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    # A value that is too large, or not finite, shows in the sum of squares, which takes a third of the time.
+    if image.dtype.kind != "f" or np.vdot(image, image) <= LARGEST_INPUT**2:
+        return image
+    if not np.isfinite(image).all():
         raise invalid(f"input {INPUT} has values that are not finite; FP32 pixels are normalised numbers")
+    largest = float(np.abs(image).max())
+    if largest > LARGEST_INPUT:
+        raise invalid(
+            f"input {INPUT} has a value of size {largest:g}; at most {LARGEST_INPUT:g} is accepted, "
+            "FP32 pixels are normalised numbers"
+        )
     return image
 
 
@@ -275,6 +293,7 @@ def _outputs(request: InferBody, parameters: Mapping[str, Parameter]) -> tuple[O
         forms.append(
             OutputForm(output_wish(wish.name, wished), _flag("binary_data", wished.get("binary_data", default)))
         )
+    check_forms(tuple(forms))
     return tuple(forms)
 
 

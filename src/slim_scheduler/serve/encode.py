@@ -15,6 +15,10 @@ from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
 
 _encode = msgspec.json.Encoder().encode
+ANSWER_BYTES = 1024  # names, sizes and costs
+ITEM_BYTES = 128  # an item's widths and servers
+NUMBER_BYTES = 24  # of a float32 as JSON, at most
+LABEL_BYTES = 64  # of `value:index:` and what encloses it, at most; a label's characters take up to 4
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -61,6 +65,18 @@ def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple
     if not tail:
         return head, None
     return b"".join((head, *tail)), len(head)
+
+
+def answer_size(call: InferenceCall, card: ModelCard) -> int:
+    """The most bytes that the answer to a call may take, before it is there."""
+    size = ANSWER_BYTES + len(call.items) * ITEM_BYTES
+    for form in call.outputs:
+        if form.classification:
+            label = max(map(len, card.labels), default=0)
+            size += len(call.items) * min(form.classification, card.classes) * (LABEL_BYTES + 4 * label)
+        else:
+            size += len(call.items) * card.classes * (4 if form.binary else NUMBER_BYTES)
+    return size
 
 
 def cost_of(answer: Answer) -> dict[str, str | float]:

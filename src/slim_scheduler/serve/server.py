@@ -21,8 +21,9 @@ import uvloop
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.serve.access import Access, Guard, token_from_environment
-from slim_scheduler.serve.grpc.management import ManagementRpc
-from slim_scheduler.serve.grpc.servicer import InferenceRpc, StateRpc, start_rpc
+from slim_scheduler.serve.allocator import limit_arenas
+from slim_scheduler.serve.grpc import listener as grpc_listener
+from slim_scheduler.serve.grpc.methods import management_listener, public_listener
 from slim_scheduler.serve.http.connection import connection_class, sweep_forever
 from slim_scheduler.serve.http.front import App, HttpFront
 from slim_scheduler.serve.http.routes import management_routes, public_routes
@@ -81,14 +82,14 @@ async def running(
     access.check()
     limits = limits or Limits()
     repository = Repository(config, _builder(seed), layout, limits.items)
-    service = Service(repository, trace=tracer_from_environment())
+    memory = MemoryBudget(limits.held_bytes)
+    service = Service(repository, trace=tracer_from_environment(), memory=memory)
     await service.start()
     gc.collect()
     gc.freeze()  # what is loaded now stays: no need to look at it in every collection
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
-    memory = MemoryBudget(limits.held_bytes)
     public = public_routes(service, registry, live)
     front = HttpFront(service, Guard(access), limits, public, memory=memory)  # type: ignore[arg-type]
     responses.append(front.responses)
@@ -101,12 +102,12 @@ async def running(
             manager = HttpFront(service, Guard(inside), limits, routes, inference=False)  # type: ignore[arg-type]
             management = await stack.enter_async_context(_listening(manager, inside, ports.management, limits))
         if ports.grpc is not None:
-            servicer = InferenceRpc(service, Guard(access), limits, memory)
-            rpc = await stack.enter_async_context(_listening_rpc(servicer, access, ports.grpc, limits))
+            listener = public_listener(service, Guard(access), limits, memory)
+            rpc = await stack.enter_async_context(_listening_rpc(listener, access, ports.grpc, limits))
         if ports.management_grpc is not None:
-            managing = ManagementRpc(service, Guard(inside), limits)
+            listener = management_listener(service, Guard(inside), limits, memory)
             management_rpc = await stack.enter_async_context(
-                _listening_rpc(managing, inside, ports.management_grpc, limits)
+                _listening_rpc(listener, inside, ports.management_grpc, limits)
             )
         sampler = asyncio.create_task(live.run())
         try:
@@ -156,6 +157,7 @@ def serve(
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             await stop.wait()
 
+    limit_arenas()
     gc.set_threshold(GARBAGE, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
@@ -209,9 +211,11 @@ async def _listening(app: App, access: Access, port: int, limits: Limits) -> Asy
 
 
 @contextlib.asynccontextmanager
-async def _listening_rpc(servicer: StateRpc, access: Access, port: int, limits: Limits) -> AsyncIterator[int]:
+async def _listening_rpc(
+    listener: grpc_listener.Listener, access: Access, port: int, limits: Limits
+) -> AsyncIterator[int]:
     """One gRPC listener; yields its port."""
-    server, bound = await start_rpc(servicer, access, port, limits)
+    server, bound = await grpc_listener.start(listener, access, port, limits)
     try:
         yield bound
     finally:

@@ -16,7 +16,9 @@ import msgspec
 from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.serve.decode import InferenceCall
-from slim_scheduler.serve.encode import Answer, spelled
+from slim_scheduler.serve.encode import Answer, answer_size, spelled
+from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import PLATFORM, VERSION
 from slim_scheduler.serve.parameters import Asked
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
@@ -37,6 +39,9 @@ EXTENSIONS = (
 )
 
 
+FLOAT_BYTES = 4  # an element of an input, as the engine keeps it
+
+
 class State(Enum):
     STARTING = "starting"
     SERVING = "serving"
@@ -46,8 +51,15 @@ class State(Enum):
 class Service:
     """The server's side of the protocol, without the wire."""
 
-    def __init__(self, repository: Repository, name: str = PLATFORM, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        name: str = PLATFORM,
+        trace: Trace | None = None,
+        memory: MemoryBudget | None = None,
+    ) -> None:
         self._trace = trace
+        self.memory = memory or MemoryBudget(Limits().held_bytes)
         self.repository = repository
         self.name = name
         self.version = installed_version("slim-scheduler")
@@ -64,10 +76,13 @@ class Service:
     ) -> Answer:
         """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
 
-        Raises Refusal for every outcome but an answer.
+        While it runs, what the engine keeps of the input and what the answer may take are reserved. Raises Refusal for
+        every outcome but an answer.
         """
         if self.state is not State.SERVING or not served.engine.running:
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
+        needed = call.items.size * FLOAT_BYTES + answer_size(call, served.card)
+        self.memory.reserve(needed)
         self.in_flight += 1
         self._idle.clear()
         now = time.monotonic()
@@ -85,6 +100,7 @@ class Service:
             now = time.monotonic()
             served.observer.finished(outcome, now - began, now)
             self.in_flight -= 1
+            self.memory.release(needed)
             if not self.in_flight:
                 self._idle.set()
             if self._trace is not None:

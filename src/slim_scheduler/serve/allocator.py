@@ -1,0 +1,31 @@
+"""What the C library's allocator keeps of memory that was freed. Does nothing where the library is not glibc.
+
+glibc gives every thread that finds the others busy an arena of its own, up to eight per core, and an arena keeps its
+free pages. A server that takes and frees large buffers on many threads grows by all of them.
+"""
+
+import ctypes
+
+M_ARENA_MAX = -8  # malloc.h
+ARENAS = 2  # one for the event loop, one for the threads that compute
+
+
+def limit_arenas() -> None:
+    """To be called before threads start."""
+    mallopt = _function("mallopt")
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, ARENAS)
+
+
+def give_back() -> None:
+    """Returns free pages to the system; takes milliseconds, so it belongs on a thread."""
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _function(name: str) -> "ctypes._NamedFuncPointer | None":
+    try:
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
+    except (AttributeError, OSError, TypeError):
+        return None
