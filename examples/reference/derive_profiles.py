@@ -67,7 +67,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def segment_work(arch: Architecture, segment: int, previous_width: Width | None, width: Width) -> Work:
-    """Counts a segment's work layer by layer, as `model/segment_slice.py` runs it."""
+    """Counts a segment's work layer by layer, as `model/slim_resnet.py` runs it."""
     kernels = moved = weights = 0
     macs = 0.0
     for conv in segment_convolutions(arch, segment, previous_width, width):

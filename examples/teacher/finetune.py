@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slim_scheduler.model import augmentation
-from slim_scheduler.model.data import Images, held_out, load_data
+from slim_scheduler.model.data import held_out, load_data
 from slim_scheduler.model.fit import schedule
+from slim_scheduler.model.images import Images
 from slim_scheduler.model.presets import Recipe
 from slim_scheduler.model.teacher import FORMAT, TeacherManifest, write_teacher
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state

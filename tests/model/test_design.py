@@ -5,8 +5,9 @@ import pytest
 from PIL import Image
 
 from slim_scheduler.core.errors import DataError
-from slim_scheduler.model.data import ImageData, Images, load_data
+from slim_scheduler.model.data import load_data
 from slim_scheduler.model.design import LEAST_UPDATES, preset_for
+from slim_scheduler.model.images import ImageData, Images
 from slim_scheduler.model.presets import PRESETS
 from tests.model.test_data import write_classes
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
-from slim_scheduler.model.data import ImageData, Images, held_out, load_data
+from slim_scheduler.model.data import held_out, load_data
+from slim_scheduler.model.images import ImageData, Images
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 from slim_scheduler.model.workers import Workers
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from torch.nn import functional
 
 from slim_scheduler.model import augmentation
-from slim_scheduler.model.data import Images
+from slim_scheduler.model.images import Images
 from slim_scheduler.model.presets import Recipe
 
 

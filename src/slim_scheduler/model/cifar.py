@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from slim_scheduler.core.errors import DataError
-from slim_scheduler.model.data import ImageData, Images
+from slim_scheduler.model.images import ImageData, Images
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
 # Size and SHA-256 as in tensorflow/datasets, tensorflow_datasets/url_checksums/cifar100.txt

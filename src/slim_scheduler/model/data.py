@@ -4,13 +4,14 @@ Pixels are uint8, (items, channels, height, width). Readers check sizes before t
 validation images away from the training part; the test part is for the final accuracy alone.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.errors import DataError
+from slim_scheduler.model import cifar
+from slim_scheduler.model.images import ImageData, Images
 
 DIGITS_SPLIT_SEED = 20260101  # fixed: the held-out third never changes
 DIGITS_TEST_SHARE = 1 / 3
@@ -18,36 +19,6 @@ FOLDER_TEST_SHARE = 1 / 5
 MOST_PIXELS = 512 * 512  # of one image: all of them are kept in memory
 GREY_MODES = {"1", "L", "LA", "I", "I;16"}
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm")
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """Images of one split: pixels uint8 (items, channels, height, width), labels int64 (items,)."""
-
-    pixels: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, rows: npt.NDArray[np.int64]) -> "Images":
-        return Images(np.ascontiguousarray(self.pixels[rows]), self.labels[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class ImageData:
-    """A data set with class names, its source and what its licence says."""
-
-    name: str
-    classes: tuple[str, ...]
-    train: Images
-    test: Images
-    source: str
-
-    @property
-    def item_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.train.pixels.shape[1:]
-        return channels, height, width
 
 
 def load_data(
@@ -59,8 +30,6 @@ def load_data(
     they keep the size that all of them have, with one channel where none has colours. Other data must have the shape
     that is asked for. Raises DataError, one line, for what is missing, truncated or of another shape.
     """
-    from slim_scheduler.model import cifar
-
     path = Path(data)
     if str(data) == "digits":
         loaded = digits()

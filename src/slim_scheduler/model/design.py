@@ -10,7 +10,7 @@ import msgspec
 
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.model.architecture import Architecture
-from slim_scheduler.model.data import ImageData
+from slim_scheduler.model.images import ImageData
 from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
 
 SMALL_PICTURE = 16  # pixels of height up to which the digits' network and recipe fit

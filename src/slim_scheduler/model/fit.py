@@ -18,8 +18,9 @@ from torch import Tensor
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
-from slim_scheduler.model.data import ImageData, channel_statistics, held_out, load_data
+from slim_scheduler.model.data import channel_statistics, held_out, load_data
 from slim_scheduler.model.design import preset_for
+from slim_scheduler.model.images import ImageData
 from slim_scheduler.model.optimizer import MuonSgd
 from slim_scheduler.model.presets import Preset, Recipe
 from slim_scheduler.model.sandwich import backward, width_tuples

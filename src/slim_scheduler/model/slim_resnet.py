@@ -5,12 +5,16 @@ The weights of one segment at given widths form a plain dictionary, split in the
 fly, and a `ResNetSlice` keeps it, so both compute the same numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.model.architecture import (
@@ -21,10 +25,10 @@ from slim_scheduler.model.architecture import (
     segment_macs,
     workspace_bytes,
 )
-from slim_scheduler.model.layers import SlimConv2d, SlimGroupNorm, SlimLinear
-from slim_scheduler.model.segment_slice import ResNetSlice, run_segment
+from slim_scheduler.model.layers import SlimConv2d, SlimGroupNorm, SlimLinear, activate, convolve, group_norm
 
 Weights = dict[str, Tensor]
+HOST = torch.device("cpu")
 
 
 class SlimResNet(nn.Module):
@@ -45,7 +49,7 @@ class SlimResNet(nn.Module):
         self.classifier = SlimLinear(arch.pooled, arch.channels[-1], arch.classes, arch.logit_scale)
 
     @classmethod
-    def from_architecture(cls, architecture: Mapping[str, Any], name: str) -> "SlimResNet":
+    def from_architecture(cls, architecture: Mapping[str, Any], name: str) -> SlimResNet:
         return cls(architecture_of(architecture), name)
 
     def architecture(self) -> dict[str, Any]:
@@ -127,3 +131,131 @@ class SlimResNet(nn.Module):
 
 def _key(segment: int, name: str) -> str:
     return f"segment{segment}-{name}".replace(".", "-")  # a ModuleDict key has no dots
+
+
+class ResNetSlice:
+    """One segment at one width, deployed: standardised weights, contiguous, on one device. Implements `SegmentSlice`.
+
+    It holds a reference to the network only to build variants for further previous widths.
+    """
+
+    def __init__(self, network: SlimResNet, segment: int, width: float, device: torch.device) -> None:
+        self.segment = segment
+        self.width = width
+        self.device = device
+        self._network = network
+        self._at = device
+        self._variants: dict[float, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            self._own = {name: _deployed(w, device) for name, w in network.own_weights(segment, width).items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(w.nbytes for w in self._own.values())
+
+    @property
+    def variant_bytes(self) -> int:
+        return sum(w.nbytes for variant in self._variants.values() for w in variant.values())
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the weights are in host memory though the slice belongs to another device."""
+        return self._at != self.device
+
+    def has_variant(self, previous_width: float | None) -> bool:
+        return self.segment == 0 or previous_width in self._variants
+
+    def build_variant(self, previous_width: float | None) -> int:
+        if self.segment == 0:
+            return 0
+        if previous_width is None:
+            raise InputError(f"segment {self.segment} needs the previous segment's width, got none")
+        if previous_width not in self._variants:
+            with torch.no_grad():
+                weights = self._network.variant_weights(self.segment, previous_width, self.width)
+                self._variants[previous_width] = {n: _deployed(w, self._at) for n, w in weights.items()}
+        return sum(w.nbytes for w in self._variants[previous_width].values())
+
+    def run(self, x: Tensor, previous_width: float | None) -> Tensor:
+        weights = self._own
+        if self.segment > 0:
+            if previous_width not in self._variants:
+                raise InputError(
+                    f"segment {self.segment} at width {self.width:g} has no variant for previous width "
+                    f"{previous_width}; call build_variant first"
+                )
+            weights = weights | self._variants[previous_width]
+        with torch.no_grad():
+            if x.device == HOST:
+                return _run_as_one(self._network.arch, self.segment, weights, x)
+            return run_segment(self._network.arch, self.segment, weights, x)
+
+    def to_host(self) -> None:
+        self._move(HOST)
+
+    def to_device(self) -> None:
+        self._move(self.device)
+
+    def _move(self, target: torch.device) -> None:
+        self._own = {name: w.to(target) for name, w in self._own.items()}
+        self._variants = {p: {n: w.to(target) for n, w in v.items()} for p, v in self._variants.items()}
+        self._at = target
+
+
+def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """One segment with given weights. (batch, channels, height, width) -> its output, or logits after the last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return group_norm(x, weights[f"{name}.scale"], weights[f"{name}.shift"], arch.channels_per_group)
+
+    if segment == 0:
+        x = convolve(x, weights["stem"], 1)
+        x = activate(norm("stem", x))
+    for block in range(arch.blocks[segment]):
+        stride = arch.strides[segment] if block == 0 else 1
+        shortcut = weights.get(f"block{block}.shortcut")
+        beside = x if shortcut is None else convolve(x, shortcut, stride)
+        # One statement per layer: a layer's input is free before the next but one is computed (`workspace_bytes`).
+        x = convolve(x, weights[f"block{block}.conv1"], stride)
+        x = activate(norm(f"block{block}.conv1", x))
+        x = convolve(x, weights[f"block{block}.conv2"], 1)
+        x = norm(f"block{block}.conv2", x)
+        x = activate(x + beside if torch.is_grad_enabled() else x.add_(beside))
+    if segment == arch.segments - 1:
+        features = x.mean(dim=(2, 3))  # (batch, channels)
+        if arch.pooling == "mean+max":
+            features = torch.cat((features, x.amax(dim=(2, 3))), dim=1)
+        x = functional.linear(features, weights["classifier"], weights["classifier.bias"])
+    return x
+
+
+# One trace per segment of an architecture, for all slices of the process.
+_traces: dict[tuple[Architecture, int], Callable[..., Tensor]] = {}
+
+
+def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """`run_segment` as a single call into torch, which leaves the interpreter to other threads until it is done.
+
+    The same kernels in the same order, to the last bit. Weights are arguments and no size is fixed, so one trace serves
+    every width and batch size.
+    """
+    names = sorted(weights)
+    run = _traces.get((arch, segment))
+    if run is None:
+
+        def steps(x: Tensor, *values: Tensor) -> Tensor:
+            return run_segment(arch, segment, dict(zip(names, values, strict=True)), x)
+
+        with warnings.catch_warnings():
+            # torch.compile, which it recommends instead, needs a C++ compiler where it runs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            example = (x, *[weights[name] for name in names])
+            run = torch.jit.trace(steps, example, check_trace=False)  # type: ignore[no-untyped-call]
+        _traces[arch, segment] = run
+    return run(x, *[weights[name] for name in names])
+
+
+def _deployed(weight: Tensor, device: torch.device) -> Tensor:
+    """A copy of its own, dense, with the strides it had: other strides may choose another kernel."""
+    return weight.to(device, copy=True)
