@@ -7,48 +7,82 @@ error that names the nearest valid one.
 import difflib
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
-from slim_scheduler.setup.config_checks import check
+
+# Resources that a server does not ask for by name
+RAYS_OWN = {
+    "CPU": "servers take none of Ray's CPUs; leave it out",
+    "GPU": "say num_gpus instead",
+    "memory": "vram_budget_gib bounds a server's memory",
+}
+
+Tier = Literal["user", "paper", "expert"]  # who turns a key: everybody; who reproduces the paper; who knows the code
+
+
+def key(
+    tier: Tier, says: str, *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> msgspec.Meta:
+    """What a field says of itself: who turns it, what it means, and its bounds (`above` and `least` mean finite too).
+
+    docs/configuration.md is made from this (`setup/reference.py`), and `_check_bounds` reads the bounds.
+    """
+    bounds = {name: bound for name, bound in (("above", above), ("least", least), ("most", most)) if bound is not None}
+    return msgspec.Meta(description=says, extra={"tier": tier, "bounds": bounds})
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: str = "models/digits"
+    """The network that is served."""
+
+    path: Annotated[str, key("user", "folder of the network: weights, manifest, accuracy tables")] = "models/digits"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One server. `device` is `cpu` or `cuda:N` live, a profile's name or file when simulated.
+    """One server: one device with its greedy scheduler (the paper's Algorithm 1)."""
 
-    `max_concurrent_batches` defaults to 1 on a CPU and 2 elsewhere, `credit_tasks` to 2 x max_batch. `batch_window_ms`:
-    how long tasks may be held back until there are `tile` of their kind; 0, the paper's rule: not at all. `profile`
-    names the profile of a live device (default: profiles/DEVICE-MODEL.json). `max_upgrade` bounds how much wider than
-    requested an instance may be. `threads` are the CPU threads of a live `cpu` server. In a cluster, `num_gpus`
-    (default: 1 for cuda devices) and `resources` (such as {gtx980ti = 1}) say which machine may run it.
-    """
-
-    name: ServerName
-    device: str
-    profile: str | None = None
-    max_batch: int = 32
-    vram_budget_gib: float = 10.0
-    utilization_block: float = 0.95
-    idle_unload_s: float = 30.0
-    scale_queue_threshold: int = 16
-    max_new_instances: int = 2
-    max_concurrent_batches: int | None = None
-    max_upgrade: float | None = None
-    credit_tasks: int | None = None
-    batch_window_ms: float | Literal["auto"] = 0.0
-    tile: int | Literal["auto"] = "auto"
-    slowdown: float = 1.0
-    threads: int = 1
-    num_gpus: float | None = None
-    resources: dict[str, float] = {}
+    name: Annotated[ServerName, key("user", "its name, in records, answers and metrics")]
+    device: Annotated[str, key("user", "live: `cpu` or `cuda:N`; simulated: a profile's name or file")]
+    profile: Annotated[str | None, key("user", "profile of a live device; none: profiles/DEVICE-MODEL.json")] = None
+    max_batch: Annotated[int, key("user", "most tasks of one key that run together (B_max)", above=0)] = 32
+    vram_budget_gib: Annotated[float, key("user", "memory that instances and batches may take (M_max)", above=0)] = 10.0
+    utilization_block: Annotated[
+        float, key("paper", "no instance is loaded while the device is at least so busy (U_blk)", above=0)
+    ] = 0.95
+    idle_unload_s: Annotated[float, key("user", "an instance not used for so long is unloaded (t_idle)", above=0)] = (
+        30.0
+    )
+    scale_queue_threshold: Annotated[
+        int, key("paper", "several instances of one kind are loaded from so many waiting tasks on (Q_th)", above=0)
+    ] = 16
+    max_new_instances: Annotated[int, key("paper", "most instances loaded per trigger (N_new)", above=0)] = 2
+    max_concurrent_batches: Annotated[
+        int | None, key("expert", "batches at the same time; none: 1 on a CPU, 2 elsewhere", above=0)
+    ] = None
+    max_upgrade: Annotated[
+        float | None, key("user", "how much wider than asked for an instance may be; none: any", least=0)
+    ] = None
+    credit_tasks: Annotated[
+        int | None, key("expert", "most tasks sent and not yet reported done; none: 2 x max_batch", above=0)
+    ] = None
+    batch_window_ms: Annotated[
+        float | Literal["auto"],
+        key("user", "how long tasks may be held back until there are `tile` of their kind; 0: not at all, the paper's"),
+    ] = 0.0
+    tile: Annotated[
+        int | Literal["auto"], key("expert", "a batch worth starting at once; `auto`: where the profile's gain ends")
+    ] = "auto"
+    slowdown: Annotated[
+        float, key("user", "takes so many times as long; live it waits without using the CPU, counted busy", above=0)
+    ] = 1.0
+    threads: Annotated[int, key("user", "CPU threads of a live `cpu` server", above=0)] = 1
+    num_gpus: Annotated[float | None, key("user", "Ray: GPUs that it needs; none: 1 for cuda devices", least=0)] = None
+    resources: Annotated[dict[str, float], key("user", "Ray: what its machine must have, such as {gtx980ti = 1}")] = {}
 
     @property
     def concurrency(self) -> int:
@@ -60,89 +94,110 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`retry_budget` is a share of the arriving items; `priority_aging_s` is how much later a task of the next lower
-    priority counts as having come."""
+    """The dispatcher: its queue, its limits, and when a server counts as lost."""
 
-    reentry: Literal["back", "oldest-item"] = "back"
-    max_waiting_items: int = 100_000
-    max_activation_mib: float = 2048.0
-    priority_aging_s: float = 1.0
-    max_retries: int = 3
-    retry_budget: float = 0.2
-    heartbeat_timeout_s: float = 0.8
-    loss_grace_s: float = 2.0
-    no_server_timeout_s: float = 30.0
+    reentry: Annotated[
+        Literal["back", "oldest-item"], key("paper", "where the next segment's task enters the global FIFO")
+    ] = "back"
+    max_waiting_items: Annotated[int, key("user", "new arrivals are refused beyond so many waiting items", above=0)] = (
+        100_000
+    )
+    max_activation_mib: Annotated[
+        float, key("user", "segment 0 is held back while waiting activations take more", above=0)
+    ] = 2048.0
+    priority_aging_s: Annotated[
+        float, key("user", "a task one priority lower counts as having come so much later", above=0)
+    ] = 1.0
+    max_retries: Annotated[int, key("user", "tries of one item beyond the first", least=0)] = 3
+    retry_budget: Annotated[float, key("user", "most retries, as a share of the arriving items", least=0)] = 0.2
+    heartbeat_timeout_s: Annotated[float, key("user", "a server silent for so long is out of service", above=0)] = 0.8
+    loss_grace_s: Annotated[
+        float, key("expert", "a block that reports leave out for so long was lost and is sent again", above=0)
+    ] = 2.0
+    no_server_timeout_s: Annotated[float, key("user", "items fail after so long without any server", above=0)] = 30.0
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`mbps` per server and direction; `shared_mbps`, where given, is one medium for all."""
+    """The simulated network; live clusters have a real one."""
 
-    latency_ms: float = 0.0
-    mbps: float = 1e6
-    shared_mbps: float | None = None
-    activations: bool = True
+    latency_ms: Annotated[float, key("user", "of every message, each way", least=0)] = 0.0
+    mbps: Annotated[float, key("user", "per server and direction", above=0)] = 1e6
+    shared_mbps: Annotated[float | None, key("user", "one medium for all servers, instead of `mbps`", above=0)] = None
+    activations: Annotated[bool, key("paper", "false: only the input's bytes are charged")] = True
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    period_s: float = 0.1
-    age_s: float = 0.0
+    """What servers report of themselves."""
+
+    period_s: Annotated[float, key("user", "between two reports of a server", above=0)] = 0.1
+    age_s: Annotated[float, key("user", "simulated delay of reports", least=0)] = 0.0
 
 
 FaultKind = Literal["exit", "crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"]
 
 
 class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`factor` is how much slower for `slow`; `share` of messages lost for `drop-messages` (also doubled and late
-    for `duplicate-messages`, `delay-messages`); `duration_s` ends the fault, None lasts. `exit`: its process ends, and
-    the broken connection tells; `crash`: its machine is gone without a word."""
+    """One simulated fault.
 
-    server: ServerName
-    at_s: float
-    kind: FaultKind
-    factor: float = 3.0
-    share: float = 0.01
-    duration_s: float | None = None
+    `exit`: the process ends, and the broken connection tells; `crash`: the machine is gone without a word.
+    """
+
+    server: Annotated[ServerName, key("user", "the server that it befalls")]
+    at_s: Annotated[float, key("user", "when, from the run's start", least=0)]
+    kind: Annotated[FaultKind, key("user", "what happens")]
+    factor: Annotated[float, key("user", "`slow`: how many times slower", above=0)] = 3.0
+    share: Annotated[float, key("user", "share of the messages that are dropped, doubled or late", least=0, most=1)] = (
+        0.01
+    )
+    duration_s: Annotated[float | None, key("user", "ends the fault; none: it lasts", above=0)] = None
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`sample`: a learned router draws from its policy instead of taking each head's argmax. `patience_s`: how long the
-    head may wait for a full server that `cost-model` or `lp` chose; 0, the method's: they see only servers with credit.
-    A learned router has its own (`TrainingConfig`). `patience_room`: nobody waits so while more tasks wait than so many
-    times what all servers may have at once, because then each of them is needed; `random`, which always waits, does.
-    `fallback` decides where the router cannot; empty: `cost-model` at the network's middle width."""
+    """Who decides."""
 
-    name: str = "random"
-    groups: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    fallback: str = ""
-    slow_ms: float = 20.0
-    probe_s: float = 1.0
-    sample: bool = False
-    patience_s: float = 0.0
-    patience_room: float = 2.0
+    name: Annotated[str, key("user", "the router, with its argument: `jsq:0.5`, `lp`, `ppo:FOLDER`")] = "random"
+    groups: Annotated[tuple[int, ...], key("paper", "group sizes that the learned router and `random` choose from")] = (
+        1, 2, 4, 8, 16, 32,
+    )  # fmt: skip
+    fallback: Annotated[
+        str, key("user", "decides where the router cannot; empty: `cost-model` at the middle width")
+    ] = ""
+    slow_ms: Annotated[float, key("user", "a decision that takes longer suspends the router", above=0)] = 20.0
+    probe_s: Annotated[float, key("expert", "after so long a suspended router is asked again", above=0)] = 1.0
+    sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
+    patience_s: Annotated[
+        float, key("expert", "how long the head may wait for a full server that was chosen; 0: not at all", least=0)
+    ] = 0.0
+    patience_room: Annotated[
+        float, key("expert", "nobody waits so while more tasks wait than so many times all servers' credit", above=0)
+    ] = 2.0
 
 
 class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arrivals. `rate` in items per second, the mean of every kind but `trace`.
+    """Arrivals of `slim simulate`, `bench`, `compare` and `train`."""
 
-    bursty: two-state Markov-modulated Poisson, `burst_factor` times the calm rate during bursts, which last
-    `burst_s` of every `burst_every_s` on average. diurnal: a sine of `day_s` with `day_swing` of the rate.
-    """
-
-    kind: Literal["poisson", "bursty", "diurnal", "trace"] = "poisson"
-    rate: float = 200.0
-    duration_s: float = 30.0
-    data: str = "digits"
-    deadline_ms: float = 0.0
-    slo_ms: float = 500.0
-    warmup_s: float | None = None
-    end: Literal["drain", "cut"] = "drain"
-    items_per_request: int = 1
-    trace: str | None = None
-    burst_factor: float = 4.0
-    burst_s: float = 1.0
-    burst_every_s: float = 5.0
-    day_s: float = 60.0
-    day_swing: float = 0.5
+    kind: Annotated[
+        Literal["poisson", "bursty", "diurnal", "trace"],
+        key("user", "`bursty`: two-state Markov-modulated Poisson; `diurnal`: a sine; `trace`: a file's arrivals"),
+    ] = "poisson"
+    rate: Annotated[float, key("user", "items per second, the mean of every kind but `trace`", above=0)] = 200.0
+    duration_s: Annotated[float, key("user", "arrivals stop then", above=0)] = 30.0
+    data: Annotated[
+        str, key("user", "`digits`, a folder in the cifar-100-binary layout, or class folders of images")
+    ] = "digits"
+    deadline_ms: Annotated[float, key("user", "of every item, from its arrival; 0: none", least=0)] = 0.0
+    slo_ms: Annotated[float, key("user", "what counts as in time where there is no deadline", above=0)] = 500.0
+    warmup_s: Annotated[float | None, key("user", "not measured; none: the first 10 %")] = None
+    end: Annotated[
+        Literal["drain", "cut"], key("user", "`drain`: what has come is finished; `cut`: the run stops, as the paper's")
+    ] = "drain"
+    items_per_request: Annotated[int, key("user", "items of one request", above=0)] = 1
+    trace: Annotated[str | None, key("user", "file of arrival times, for `trace`")] = None
+    burst_factor: Annotated[float, key("user", "`bursty`: rate in a burst over the calm rate", above=0)] = 4.0
+    burst_s: Annotated[float, key("user", "`bursty`: mean length of a burst", above=0)] = 1.0
+    burst_every_s: Annotated[float, key("user", "`bursty`: mean time from burst to burst", above=0)] = 5.0
+    day_s: Annotated[float, key("user", "`diurnal`: period")] = 60.0
+    day_swing: Annotated[float, key("user", "`diurnal`: amplitude, as a share of the rate")] = 0.5
 
     @property
     def warmup(self) -> float:
@@ -152,91 +207,106 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weights of eq. 7."""
 
-    alpha: float = 1.0
-    beta: float = 0.1
-    gamma: float = 0.001
-    delta: float = 0.5
-    bonus: float = 0.0
-    center_accuracy: bool = True
+    alpha: Annotated[float, key("user", "accuracy")] = 1.0
+    beta: Annotated[float, key("user", "a second of block latency")] = 0.1
+    gamma: Annotated[float, key("user", "a joule of block energy")] = 0.001
+    delta: Annotated[float, key("user", "variance of utilisation over servers")] = 0.5
+    bonus: Annotated[float, key("paper", "added to every block's reward (b)")] = 0.0
+    center_accuracy: Annotated[bool, key("paper", "accuracy counts as its difference to the mean top-1")] = True
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the servers run.
+    """Where the servers run."""
 
-    `address` empty: in this process; `local`: on a Ray cluster of this machine's own, which ends with the run; `auto`,
-    `HOST:PORT` or `ray://HOST:PORT`: on one that runs already. A server that does not answer for `hung_limit_s` is
-    started anew.
-    """
-
-    address: str = ""
-    hung_limit_s: float = 30.0
+    address: Annotated[
+        str,
+        key(
+            "user",
+            "empty: this process; `local`: a Ray cluster of this machine's own, which ends with the run; `auto`, "
+            "`HOST:PORT` or `ray://HOST:PORT`: one that runs already",
+        ),
+    ] = ""
+    hung_limit_s: Annotated[float, key("user", "a server silent for so long is started anew", above=0)] = 30.0
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Literal["full", "blocks", "summary"] = "blocks"
+    """How much of a run is kept."""
+
+    level: Annotated[
+        Literal["full", "blocks", "summary"], key("user", "`full` can be replayed; `summary` keeps what measures need")
+    ] = "blocks"
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md explains each).
+    """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md)."""
 
-    `patience_s`: the policy and its teacher may choose a full server; the head then waits for it, so long at most, and
-    with `patience_room` as in `RouterConfig` (None: however many wait, whatever the run's own is).
-    `returns`: `one-step` is the paper's eq. 8; `gae` and `n-step` look ahead, discounted over `horizon_s` seconds
-    (None: the time of 30 full batches), because decisions are not evenly spaced. `target_delay_s`: a decision is
-    charged with the plan's price of what it uses, as many times as tasks stay longer than this; `charged_batch`: of a
-    batch of its own, or of its share of the batches in which its tasks ran. `accuracy`: a last
-    segment's accuracy is its tuple's measured share of right answers, or each item's own outcome (the same mean,
-    noisier). `reward_scale`: rewards are centred and scaled by each rollout's own mean and spread, so that an
-    overloaded episode does not drown the others, or by the run's running ones. `loads` are factors on the workload's
-    rate, drawn per episode; half of the episodes begin with up to `backlog_s` seconds of arrivals waiting; `servers` is
-    how many copies of configured servers an episode has (None: the cluster itself), each up to `slowdown` times slower;
-    the rate follows their capacity. `warm_start` names a heuristic that is imitated first, with a share of even choices
-    among widths and groups (`warm_start_doubt`): enough exploration to improve on it. `plan_coef` and
-    `plan_server_coef`, with the observation `planned`: how strongly the width is held to the plan's next one, and the
-    server to the one that `lp` would take. `plan_rho`: how busy plans let devices and links be; above 1 the queue may
-    grow for as long as the load lasts, and without `target_delay_s` a decision is charged with the plan's price itself.
-    An episode is cut after `episode_rollouts` rollouts of `rollout_decisions`.
-    """
-
-    observation: Literal["paper", "extended", "planned"] = "extended"
-    patience_s: float = 0.0
-    patience_room: float | None = None
-    hidden: int = 64
-    decisions: int = 600_000
-    workers: int = 2
-    rollout_decisions: int = 2048
-    episode_rollouts: int = 4
-    epochs: int = 3
-    minibatch: int = 1024
-    learning_rate: float = 1e-3
-    learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    clip_coef: float = 0.2
-    value_coef: float = 0.5
-    entropy_coef: float = 0.003
-    max_grad_norm: float = 0.5
-    plan_coef: float = 0.0
-    plan_server_coef: float = 0.0
-    plan_rho: float = 0.9
-    epsilon_max: float = 0.1
-    epsilon_min: float = 0.0
-    epsilon_decisions: int | None = None
-    returns: Literal["one-step", "n-step", "gae"] = "gae"
-    horizon_s: float | None = None
-    gae_lambda: float = 0.97
-    target_delay_s: float | None = None
-    charged_batch: Literal["own", "shared"] = "own"
-    n_steps: int = 32
-    reward_weight: Literal["tasks", "block"] = "tasks"
-    reward_scale: Literal["rollout", "run"] = "rollout"
-    accuracy: Literal["expected", "outcomes"] = "expected"
-    backlog_s: float = 0.0
-    loads: tuple[float, float] = (1.0, 1.0)
-    servers: tuple[int, int] | None = None
-    slowdown: float = 1.0
-    warm_start: str = ""
-    warm_start_decisions: int = 40_000
-    warm_start_doubt: float = 0.1
-    checkpoint_updates: int = 8
+    observation: Annotated[
+        Literal["paper", "extended", "planned"],
+        key("user", "`paper`: eq. 1's state; `extended`: a row per server; `planned`: the plan beside it"),
+    ] = "extended"
+    patience_s: Annotated[
+        float, key("expert", "the policy and its teacher may choose a full server and wait so long", least=0)
+    ] = 0.0
+    patience_room: Annotated[float | None, key("expert", "as the router's; none: however many wait", above=0)] = None
+    hidden: Annotated[int, key("expert", "units of a hidden layer", above=0)] = 64
+    decisions: Annotated[int, key("user", "decisions to learn from, after the warm start", above=0)] = 600_000
+    workers: Annotated[int, key("user", "processes that act, each with episodes of its own", above=0)] = 2
+    rollout_decisions: Annotated[int, key("expert", "decisions of one worker per update", above=0)] = 2048
+    episode_rollouts: Annotated[int, key("expert", "rollouts after which an episode is cut", above=0)] = 4
+    epochs: Annotated[int, key("paper", "passes over the samples per update (K)", above=0)] = 3
+    minibatch: Annotated[int, key("expert", "samples per gradient step", above=0)] = 1024
+    learning_rate: Annotated[float, key("expert", "of Adam, at the start", above=0)] = 1e-3
+    learning_rate_schedule: Annotated[Literal["cosine", "linear", "constant"], key("expert", "how it falls")] = "cosine"
+    clip_coef: Annotated[float, key("paper", "epsilon of eqs. 9 and 10", above=0)] = 0.2
+    value_coef: Annotated[float, key("paper", "c_v of eq. 13", least=0)] = 0.5
+    entropy_coef: Annotated[float, key("paper", "c_H of eq. 13", least=0)] = 0.003
+    max_grad_norm: Annotated[float, key("paper", "gradients are clipped to this norm", above=0)] = 0.5
+    plan_coef: Annotated[float, key("expert", "`planned`: how strongly the width is held to the plan's next")] = 0.0
+    plan_server_coef: Annotated[float, key("expert", "`planned`: the same for the server, to `lp`'s choice")] = 0.0
+    plan_rho: Annotated[
+        float, key("user", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
+    ] = 0.9
+    epsilon_max: Annotated[float, key("paper", "eq. 5, at the start", least=0, most=1)] = 0.1
+    epsilon_min: Annotated[float, key("paper", "eq. 5, at the end", least=0, most=1)] = 0.0
+    epsilon_decisions: Annotated[int | None, key("paper", "T_dec of eq. 5; none: all decisions")] = None
+    returns: Annotated[
+        Literal["one-step", "n-step", "gae"], key("user", "`one-step` is eq. 8; the others look ahead")
+    ] = "gae"
+    horizon_s: Annotated[
+        float | None, key("user", "time constant of the discount; none: the time of 30 full batches", above=0)
+    ] = None
+    gae_lambda: Annotated[float, key("expert", "how far `gae` looks ahead", least=0, most=1)] = 0.97
+    target_delay_s: Annotated[
+        float | None,
+        key("expert", "a decision is charged the plan's price, times how much longer tasks stay than this", above=0),
+    ] = None
+    charged_batch: Annotated[
+        Literal["own", "shared"], key("expert", "charged for a batch of its own, or its share of the one that ran")
+    ] = "own"
+    n_steps: Annotated[int, key("expert", "decisions of an `n-step` return", above=0)] = 32
+    reward_weight: Annotated[
+        Literal["tasks", "block"], key("paper", "a block counts once per task, or once, as in the paper")
+    ] = "tasks"
+    reward_scale: Annotated[
+        Literal["rollout", "run"], key("expert", "rewards are scaled by each rollout's figures or the run's")
+    ] = "rollout"
+    accuracy: Annotated[
+        Literal["expected", "outcomes"], key("paper", "a tuple's measured share of right answers, or each item's own")
+    ] = "expected"
+    backlog_s: Annotated[
+        float, key("expert", "half of the episodes begin with up to so much work waiting", least=0)
+    ] = 0.0
+    loads: Annotated[tuple[float, float], key("user", "factors on `workload.rate`, drawn per episode")] = (1.0, 1.0)
+    servers: Annotated[
+        tuple[int, int] | None, key("user", "how many copies of configured servers an episode has; none: the cluster")
+    ] = None
+    slowdown: Annotated[float, key("user", "such copies are up to so many times slower", least=1)] = 1.0
+    warm_start: Annotated[str, key("user", "a heuristic that is imitated first")] = ""
+    warm_start_decisions: Annotated[int, key("user", "decisions of that imitation", least=0)] = 40_000
+    warm_start_doubt: Annotated[float, key("expert", "share of even choices in what is imitated", least=0, most=1)] = (
+        0.1
+    )
+    checkpoint_updates: Annotated[int, key("user", "updates between checkpoints", above=0)] = 8
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,7 +346,7 @@ def config_from(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from None
-    check(config)
+    _check(config)
     return config
 
 
@@ -323,3 +393,97 @@ def _reject_unknown(tree: Any, kind: Any, where: str) -> None:
 
 def _is_struct(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError for the first value out of its bounds, or settings that do not go together."""
+    if not config.servers:
+        raise ConfigError("no server is configured; add at least one [[servers]] with name and device")
+    for section in msgspec.structs.fields(Config):
+        part = getattr(config, section.name)
+        for i, entry in enumerate(part if isinstance(part, tuple) else (part,)):
+            _check_bounds(entry, f"{section.name}.{i}" if isinstance(part, tuple) else section.name)
+    _check_servers(config)
+    _check_run(config)
+    _check_training(config)
+
+
+def _check_bounds(part: msgspec.Struct, where: str) -> None:
+    for name, meta in documented(type(part)):
+        value, bounds = getattr(part, name), meta.extra["bounds"]
+        if value is None or not bounds:
+            continue
+        at = f"{where}.{name} is {value:g}; it must be "
+        if "most" in bounds:
+            if not bounds["least"] <= value <= bounds["most"]:
+                raise ConfigError(f"{at}from {bounds['least']:g} to {bounds['most']:g}")
+        elif "above" in bounds:
+            _positive(f"{where}.{name}", value)
+        elif not value >= bounds["least"]:
+            raise ConfigError(f"{at}{bounds['least']:g} or more")
+
+
+@cache
+def documented(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    """(name, what `key` said of it) of every field of a section."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(field.name, hints[field.name].__metadata__[0]) for field in msgspec.structs.fields(kind)]
+
+
+def _positive(key: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ConfigError(f"{key} is {value:g}; it must be above 0 and finite")
+
+
+def _check_servers(config: Config) -> None:
+    names = [server.name for server in config.servers]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"server names repeat: {', '.join(names)}; each needs its own")
+    for i, server in enumerate(config.servers):
+        for resource, amount in server.resources.items():
+            if resource in RAYS_OWN:
+                raise ConfigError(f"servers.{i}.resources has {resource}, which is Ray's own; {RAYS_OWN[resource]}")
+            _positive(f"servers.{i}.resources.{resource}", amount)
+        if server.batch_window_ms != "auto" and not 0 <= server.batch_window_ms < float("inf"):
+            raise ConfigError(
+                f'servers.{i}.batch_window_ms is {server.batch_window_ms:g}; it must be "auto", or 0 or more and finite'
+            )
+        if server.tile != "auto" and not 1 <= server.tile <= server.max_batch:
+            raise ConfigError(
+                f'servers.{i}.tile is {server.tile}; it must be "auto", or from 1 to max_batch ({server.max_batch})'
+            )
+    for fault in config.faults:
+        if fault.server not in names:
+            raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
+    if config.dispatch.heartbeat_timeout_s < 2 * config.telemetry.period_s:
+        raise ConfigError(
+            f"dispatch.heartbeat_timeout_s is {config.dispatch.heartbeat_timeout_s:g}; it must be at least twice "
+            f"telemetry.period_s ({config.telemetry.period_s:g})"
+        )
+
+
+def _check_run(config: Config) -> None:
+    if not config.router.groups:
+        raise ConfigError("router.groups is empty; give at least one group size")
+    for group in config.router.groups:
+        _positive("router.groups", group)
+    workload = config.workload
+    if not 0 <= workload.warmup < workload.duration_s:
+        raise ConfigError(
+            f"workload.warmup_s is {workload.warmup:g}; it must be from 0 to below duration_s ({workload.duration_s:g})"
+        )
+    if workload.kind == "trace" and not workload.trace:
+        raise ConfigError("workload.kind is trace but workload.trace names no file")
+
+
+def _check_training(config: Config) -> None:
+    training = config.training
+    low, high = training.loads
+    if not 0 < low <= high:
+        raise ConfigError(f"training.loads is {low:g} to {high:g}; the first must be above 0 and not above the second")
+    if training.servers is not None:
+        fewest, most = training.servers
+        if not 1 <= fewest <= most:
+            raise ConfigError(f"training.servers is {fewest} to {most}; the first must be at least 1")
+        if training.observation == "paper":
+            raise ConfigError("training.servers needs observation extended: paper has a fixed number of servers")

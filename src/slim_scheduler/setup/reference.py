@@ -1,0 +1,106 @@
+"""docs/configuration.md, made from what the configuration's fields say of themselves.
+
+`python -m slim_scheduler.setup.reference` writes it; a test says when it is stale.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from slim_scheduler.setup.config import Config, documented
+
+PAGE = Path("docs/configuration.md")
+TIERS = {
+    "user": "Everybody who serves or measures turns these.",
+    "paper": "These reproduce the paper, or depart from it.",
+    "expert": "These are for who knows the code; the defaults were chosen by measurement (decisions.md).",
+}
+HEAD = """# Configuration
+
+A run's configuration is one TOML file. A flag overrides a key: `--set servers.0.max_batch=64`. An unknown key is an
+error that names the nearest valid one, and a value out of its bounds one that names the bound.
+
+This page is made from the fields themselves (`python -m slim_scheduler.setup.reference`).
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown: per tier the sections, per section one line for each key."""
+    parts = [HEAD]
+    for tier, says in TIERS.items():
+        parts.append(f"## Keys of the {tier}\n\n{says}\n")
+        for section, kind, several in sections():
+            rows = list(_rows(kind, tier))
+            if rows:
+                name = f"[[{section}]]" if several else f"[{section}]"
+                doc = (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
+                head = "| key | default | values | meaning |\n|---|---|---|---|"
+                parts.append("\n".join([f"### `{name}`\n\n{doc}\n\n{head}", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def sections() -> Iterator[tuple[str, type[msgspec.Struct], bool]]:
+    """(name, kind, whether there may be several) of every section of the file."""
+    for field in msgspec.structs.fields(Config):
+        several = get_origin(field.type) is tuple
+        yield field.name, get_args(field.type)[0] if several else field.type, several
+
+
+def _rows(kind: type[msgspec.Struct], tier: str) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    empty = {field.name for field in msgspec.structs.fields(kind) if field.default_factory is not msgspec.NODEFAULT}
+    for name, meta in documented(kind):
+        if meta.extra["tier"] != tier:
+            continue
+        default = "none" if name in empty else _default(defaults[name])
+        yield f"| `{name}` | {default} | {_values(hints[name], meta.extra['bounds'])} | {meta.description} |"
+
+
+def _default(value: Any) -> str:
+    if value is msgspec.NODEFAULT:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(f'{v:g}' for v in value)}]`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _values(hint: Any, bounds: dict[str, float]) -> str:
+    kinds = [kind for kind in _options(hint) if kind is not NoneType]
+    said = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            said += [f'`"{value}"`' for value in get_args(kind)]
+        else:
+            said.append(_kind(kind))
+    text = ", ".join(said)
+    if "most" in bounds:
+        text += f", {bounds['least']:g} to {bounds['most']:g}"
+    elif "least" in bounds:
+        text += f", {bounds['least']:g} or more"
+    elif "above" in bounds:
+        text += f", above {bounds['above']:g}"
+    return text
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _kind(kind: Any) -> str:
+    names = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    if get_origin(kind) is tuple:
+        return "list of " + _kind(get_args(kind)[0]) + "s"
+    return names.get(kind, "table")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)
