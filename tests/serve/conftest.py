@@ -64,16 +64,20 @@ class Running(msgspec.Struct):
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *options: str, config: dict[str, object] | None = None, **environment: str
+    folder: Path,
+    *options: str,
+    config: dict[str, object] | None = None,
+    module: str = "slim_scheduler",
+    **environment: str,
 ) -> Iterator[Running]:
-    """`slim serve` with free ports; stopped when left."""
+    """`slim serve` with free ports; stopped when left. `module` is run instead of ours."""
     values = {"model": ROOT / "models/digits", "router": "jsq:0.5", "waiting": 2000, "slowdown": 1.0}
     file = folder / "cluster.toml"
     file.write_text(CONFIG.format(**values | (config or {})))
     command = [
         sys.executable,
         "-m",
-        "slim_scheduler",
+        module,
         "serve",
         "--config",
         str(file),
