@@ -49,7 +49,10 @@ class RequestCancelled(Message, frozen=True, gc=False):
 
 
 class BatchReported(Message, frozen=True, gc=False):
-    """A server's word that these tasks ran, at `width` (which may be wider than requested)."""
+    """A server's word that these tasks ran, at `width` (which may be wider than requested).
+
+    `not_finite` are those of them whose output is NaN or infinite somewhere, told of the last segment.
+    """
 
     server: ServerName
     incarnation: int
@@ -60,6 +63,7 @@ class BatchReported(Message, frozen=True, gc=False):
     started: Seconds
     finished: Seconds
     energy_j: Joules | None = None
+    not_finite: tuple[TaskId, ...] = ()
 
 
 class TasksReturned(Message, frozen=True, gc=False):
@@ -193,6 +197,7 @@ class BatchDone(Message, frozen=True, gc=False):
     batch_id: BatchId
     energy_j: Joules | None = None
     pause: bool = False
+    not_finite: tuple[TaskId, ...] = ()
 
 
 class Resume(Message, frozen=True, gc=False):

@@ -25,6 +25,10 @@ InstanceId = int
 ServerName = str
 
 
+# The reason of items that ran and have no answer: another try would end the same.
+NOT_FINITE = "the output is not finite"
+
+
 class Outcome(StrEnum):
     """How an item, or a whole request, ended. Every accepted item gets exactly one."""
 

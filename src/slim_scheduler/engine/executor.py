@@ -7,9 +7,10 @@ a thread and back may run on the loop itself (`Brief`).
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -27,7 +28,8 @@ class BatchJob:
     """`tasks` are those of the batch whose answer somebody waits for; row i of `output` is tasks[i]'s.
 
     `seconds` is what the device took, with the slowdown, and `busy` what the calling thread worked for it, without
-    waiting for a core or the interpreter; `to_host` brings the output into host memory.
+    waiting for a core or the interpreter; `to_host` brings the output into host memory, where the rows that are
+    `not_finite` are found.
     """
 
     batch: Batch
@@ -35,6 +37,7 @@ class BatchJob:
     rows: Rows
     to_host: bool
     output: Tensor | None = None
+    not_finite: Sequence[int] = ()
     seconds: Seconds = 0.0
     busy: Seconds = 0.0
     error: Exception | None = None
@@ -236,6 +239,16 @@ class Executor:
         if job.tasks:
             output = self.device.run(self._instances[job.batch.instance], job.rows, job.batch.previous_width)
             job.output = self.device.to_host(output) if job.to_host else output
+            if job.to_host:
+                job.not_finite = _not_finite(job.output)
         job.rows = ()
         job.busy = time.thread_time() - worked
         job.seconds = time.perf_counter() - begin
+
+
+def _not_finite(output: Tensor) -> Sequence[int]:
+    """Rows with a value that is NaN or infinite. One such value shows in the sum of all, which is cheaper."""
+    if math.isfinite(output.sum()):
+        return ()
+    good = output.isfinite().flatten(1).all(1)  # (rows,)
+    return [row for row, is_good in enumerate(good.tolist()) if not is_good]

@@ -179,14 +179,20 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
         "Mean accuracy that the answered items' widths were measured to have.",
         labels=["model"],
     )
+    not_finite = CounterMetricFamily(
+        "slim_items_not_finite",
+        "Items whose output was NaN or infinite; they are among those that failed.",
+        labels=["model"],
+    )
     for one in served:
         observer, model = one.observer, one.card.name
+        not_finite.add_metric([model], observer.not_finite)
         for widths, count in observer.width_items.items():
             tuples.add_metric([model, widths], count)
         energy.add_metric([model], observer.items_energy)
         if observer.accuracy_known:
             accuracy.add_metric([model], observer.accuracy_sum / observer.accuracy_known)
-    yield from (tuples, energy, accuracy)
+    yield from (tuples, energy, accuracy, not_finite)
 
 
 def _triton(served: list[Served]) -> Iterator[Metric]:

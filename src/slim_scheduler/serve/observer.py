@@ -67,6 +67,7 @@ class Observer:
         self.batches: dict[ServerName, int] = {}
         self.outages: dict[ServerName, int] = {}
         self.batch_energy = 0.0
+        self.not_finite = 0
         self.request_seconds: dict[Outcome, Histogram] = {outcome: Histogram(SECONDS_BOUNDS) for outcome in Outcome}
         self.recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, seconds) of answered requests
         self.queue_seconds = 0.0
@@ -80,6 +81,8 @@ class Observer:
     # ---- the engine's side
 
     def step(self, machine: str, now: Seconds, event: Message, commands: Sequence[Message]) -> None:
+        if type(event) is BatchReported:
+            self.not_finite += len(event.not_finite)
         for command in commands:
             kind = type(command)
             if kind is BlockFinished:

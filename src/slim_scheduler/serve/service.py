@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError, InputError
-from slim_scheduler.core.types import Outcome
+from slim_scheduler.core.types import NOT_FINITE, Outcome
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.encode import Answer, answer_size, spelled
 from slim_scheduler.serve.limits import Limits
@@ -197,6 +197,8 @@ async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceR
 def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusal:
     if outcome is Outcome.REJECTED and retry_after is None:
         return invalid(f"cannot be met: {quote(reason, 300)}")
+    if outcome is Outcome.FAILED and reason == NOT_FINITE:
+        return Refusal(Kind.INTERNAL, f"{NOT_FINITE}: the model overflows for this input, or its weights are damaged")
     if outcome is Outcome.EXPIRED:
         return Refusal(Kind.UNAVAILABLE, f"not done by its deadline: {quote(reason, 300)}", retry_after or 1.0)
     return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)

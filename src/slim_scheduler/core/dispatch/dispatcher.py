@@ -41,6 +41,7 @@ from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.guard import GuardedRouter
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import (
+    NOT_FINITE,
     Block,
     Decision,
     Outcome,
@@ -313,9 +314,13 @@ class Dispatcher:
         if ran and event.segment < self._shape.segments - 1:
             self._fifo.go_on(ran, event.segment, event.width, now)
         else:
+            unusable = {task.item for _, task in settled if task.task_id in event.not_finite}
             for flight in ran:
                 self._admission.completed(now)
-                self._retries.end(flight, Outcome.ANSWERED, now)
+                if flight.item in unusable:
+                    self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
+                else:
+                    self._retries.end(flight, Outcome.ANSWERED, now)
         self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
         self._members.ran(event.server, now)
 

@@ -230,6 +230,7 @@ class ServerScheduler:
                 batch.started,
                 now,
                 event.energy_j,
+                event.not_finite,
             )
         )
 

@@ -78,7 +78,8 @@ class LiveServer:
                 if job.output is not None:
                     ledger.store(job.tasks, job.output)
                 pause = self._oldest_first and worth_a_pause(job.batch, now, self._segments)
-                return BatchDone(job.batch.batch_id, energy, pause)
+                not_finite = tuple([job.tasks[row].task_id for row in job.not_finite])
+                return BatchDone(job.batch.batch_id, energy, pause, not_finite)
             case LoadJob():
                 if job.error is not None:
                     return InstanceFailed(job.load.instance, reason(job.error))
