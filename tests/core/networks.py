@@ -4,7 +4,15 @@ from numpy.random import default_rng
 
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
-from slim_scheduler.core.messages import BatchReported, Reply, RequestArrived, SendBlock, ServerJoined, ServerReported
+from slim_scheduler.core.messages import (
+    BatchReported,
+    Reply,
+    RequestArrived,
+    RouteNow,
+    SendBlock,
+    ServerJoined,
+    ServerReported,
+)
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.heuristics import JoinShortestQueue, width_rule
 from slim_scheduler.core.shape import ModelShape
@@ -64,6 +72,11 @@ def request(
     ids = tuple(range(100 * request_id, 100 * request_id + items))
     asked = Constraints(**constraints) if constraints else None
     return RequestArrived(Request(request_id, ids, at, deadline, priority, asked))
+
+
+def arrive(made: Dispatcher, event: RequestArrived, now: float):
+    """A request that comes alone."""
+    return made.handle(event, now) + made.handle(RouteNow(), now)
 
 
 def report(server: str, at: float, incarnation: int = 0, open_blocks: tuple[int, ...] = ()) -> ServerReported:

@@ -3,7 +3,6 @@ import pytest
 from slim_scheduler.core.messages import (
     BlockFinished,
     CancelTasks,
-    RequestArrived,
     RequestCancelled,
     RouterFellBack,
     RouterTooSlow,
@@ -14,20 +13,20 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.router.heuristics import RandomRouter
 from slim_scheduler.core.types import Decision, Outcome
-from tests.core.networks import Scripted, dispatcher, done, jsq, only, replies, request, sent
+from tests.core.networks import Scripted, arrive, dispatcher, done, jsq, only, replies, request, sent
 
 
 def test_requests_that_come_together_are_decided_about_together():
     made = dispatcher()
     for number in (1, 2, 3):
-        assert not sent(made.handle(RequestArrived(request(number).request, more=True), 0.0))
-    block = sent(made.handle(request(4), 0.0))[0]
+        assert not sent(made.handle(request(number), 0.0))
+    block = sent(arrive(made, request(4), 0.0))[0]
     assert [task.item for task in block.tasks] == [request(n).request.items[0] for n in (1, 2, 3, 4)]
 
 
 def test_an_item_goes_through_every_segment_and_is_answered_once():
     made = dispatcher()
-    commands = made.handle(request(1), 0.0)
+    commands = arrive(made, request(1), 0.0)
     widths = (0.5, 1.0, 0.5)
     for segment, width in enumerate(widths):
         block = sent(commands)[0]
@@ -42,7 +41,7 @@ def test_an_item_goes_through_every_segment_and_is_answered_once():
 
 def test_a_request_is_answered_when_its_last_item_is():
     made = dispatcher(Scripted(Decision("a", 0.5, 1)))
-    blocks = sent(made.handle(request(1, items=2), 0.0))
+    blocks = sent(arrive(made, request(1, items=2), 0.0))
     assert len(blocks) == 2
     first = blocks[0]
     for at in (1.0, 2.0, 3.0):
@@ -58,7 +57,7 @@ def test_a_request_is_answered_when_its_last_item_is():
 
 def test_a_block_is_the_first_of_one_key_up_to_group_and_credit():
     made = dispatcher(Scripted(Decision("a", 0.5, 3)), credit=5)
-    blocks = [b for i in range(1, 8) for b in sent(made.handle(request(i), 0.0))]
+    blocks = [b for i in range(1, 8) for b in sent(arrive(made, request(i), 0.0))]
     assert [len(b.tasks) for b in blocks] == [1] * 5
     assert made.fifo_length == 2
     (block,) = sent(made.handle(done(blocks[0], 1.0), 1.0))
@@ -68,8 +67,8 @@ def test_a_block_is_the_first_of_one_key_up_to_group_and_credit():
 def test_continuing_tasks_enter_at_the_back_or_keep_their_items_place():
     for reentry_back, expected in ((True, [200]), (False, [100])):
         made = dispatcher(Scripted(Decision("a", 0.5, 1)), credit=1, reentry_back=reentry_back)
-        (block,) = sent(made.handle(request(1, at=0.0), 0.0))
-        made.handle(request(2, at=0.5), 0.5)
+        (block,) = sent(arrive(made, request(1, at=0.0), 0.0))
+        arrive(made, request(2, at=0.5), 0.5)
         (block,) = sent(made.handle(done(block, 1.0), 1.0))
         assert [t.item for t in block.tasks] == expected
 
@@ -78,11 +77,11 @@ def test_random_holds_the_head_for_the_server_it_drew():
     made = dispatcher(RandomRouter((1,)), servers=("a", "b"), credit=2)
     blocks = []
     while made.fifo_length == 0:
-        blocks += sent(made.handle(request(len(blocks) + 1), 0.0))
+        blocks += sent(arrive(made, request(len(blocks) + 1), 0.0))
     full = next(name for name, view in made.servers.items() if not view.available)
     other = next(name for name in made.servers if name != full)
     if made.servers[other].available:
-        assert sent(made.handle(request(50), 0.1)) == [], "the head waits although the other server has credit"
+        assert sent(arrive(made, request(50), 0.1)) == [], "the head waits although the other server has credit"
     block = next(b for b in blocks if b.server == full)
     assert sent(made.handle(done(block, 1.0), 1.0))[0].server == full
 
@@ -98,11 +97,11 @@ class Prefers:
 
 def test_a_head_waits_for_a_full_server_no_longer_than_its_router_is_patient():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    (first,) = sent(made.handle(request(1), 0.0))
-    commands = made.handle(request(2), 0.1)
+    (first,) = sent(arrive(made, request(1), 0.0))
+    commands = arrive(made, request(2), 0.1)
     (timer,) = only(commands, WakeAt)
     assert (first.server, sent(commands), timer.at) == ("a", [], pytest.approx(0.15))
-    assert sent(made.handle(request(3), 0.149)) == []
+    assert sent(arrive(made, request(3), 0.149)) == []
     assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
     (second,) = sent(made.handle(done(first, 0.16), 0.16))
     assert (second.server, second.tasks[0].item) == ("a", 300), "who came next, not the task that re-entered"
@@ -110,11 +109,11 @@ def test_a_head_waits_for_a_full_server_no_longer_than_its_router_is_patient():
 
 def test_where_a_head_waited_for_nothing_nobody_waits_until_the_server_gives_credit():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=2)
-    first, _ = [*sent(made.handle(request(1), 0.0)), *sent(made.handle(request(2), 0.0))]
-    (timer,) = only(made.handle(request(3), 0.1), WakeAt)
+    first, _ = [*sent(arrive(made, request(1), 0.0)), *sent(arrive(made, request(2), 0.0))]
+    (timer,) = only(arrive(made, request(3), 0.1), WakeAt)
     assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
     assert not made.servers["a"].may_be_chosen(holds=True)
-    refused = made.handle(request(4), 0.2)
+    refused = arrive(made, request(4), 0.2)
     assert only(refused, RouterFellBack), "it is masked, so who prefers it all the same is overruled"
     assert [block.server for block in sent(refused)] == ["b"]
     made.handle(done(first, 0.21), 0.21)
@@ -124,35 +123,35 @@ def test_where_a_head_waited_for_nothing_nobody_waits_until_the_server_gives_cre
 @pytest.mark.parametrize(("items", "servers"), [(4, []), (5, ["b"])])
 def test_a_head_does_not_wait_while_twice_as_much_waits_as_all_servers_may_have(items, servers):
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    made.handle(request(1), 0.0)
-    assert [block.server for block in sent(made.handle(request(2, items=items), 0.1))] == servers
+    arrive(made, request(1), 0.0)
+    assert [block.server for block in sent(arrive(made, request(2, items=items), 0.1))] == servers
 
 
 def test_how_much_may_wait_before_nobody_waits_for_a_full_server_can_be_set():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1, patience_room=1.0)
-    made.handle(request(1), 0.0)
-    assert [block.server for block in sent(made.handle(request(2, items=3), 0.1))] == ["b"]
+    arrive(made, request(1), 0.0)
+    assert [block.server for block in sent(arrive(made, request(2, items=3), 0.1))] == ["b"]
 
 
 def test_random_waits_for_its_server_however_much_waits():
     made = dispatcher(RandomRouter((1,)), servers=("a", "b"), credit=3)
-    commands = made.handle(request(1, items=20), 0.0)
+    commands = arrive(made, request(1, items=20), 0.0)
     assert len(sent(commands)) < 6, "one server has credit left"
     assert not only(commands, RouterFellBack)
 
 
 def test_a_head_does_not_wait_for_a_server_that_left():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    made.handle(request(1), 0.0)
-    assert sent(made.handle(request(2), 0.1)) == []
+    arrive(made, request(1), 0.0)
+    assert sent(arrive(made, request(2), 0.1)) == []
     blocks = sent(made.handle(ServerLeft("a", "its process died"), 0.11))
     assert [block.server for block in blocks] == ["b"]
 
 
 def test_a_head_whose_time_is_up_while_nobody_has_credit_waits_for_credit_without_a_timer():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    (first,) = sent(made.handle(request(1), 0.0))
-    (due,) = only(made.handle(request(2), 0.1), WakeAt)
+    (first,) = sent(arrive(made, request(1), 0.0))
+    (due,) = only(arrive(made, request(2), 0.1), WakeAt)
     made.handle(ServerLeft("b", "its process died"), 0.11)
     commands = made.handle(TimerFired(), due.at)
     assert sent(commands) == []
@@ -164,18 +163,18 @@ def test_a_head_whose_time_is_up_while_nobody_has_credit_waits_for_credit_withou
 def test_a_decision_for_a_head_that_was_cancelled_is_not_the_next_ones():
     router = Prefers()
     made = dispatcher(router, servers=("a", "b"), credit=1)
-    (first,) = sent(made.handle(request(1), 0.0))
-    assert sent(made.handle(request(2), 0.1)) == []
+    (first,) = sent(arrive(made, request(1), 0.0))
+    assert sent(arrive(made, request(2), 0.1)) == []
     for number in (1, 2):
         made.handle(RequestCancelled(number), 0.11)
     made.handle(done(first, 0.12), 0.12)
     router.decide = lambda view, rng: Decision("b", 0.5, 1)
-    assert [block.server for block in sent(made.handle(request(3), 0.13))] == ["b"]
+    assert [block.server for block in sent(arrive(made, request(3), 0.13))] == ["b"]
 
 
 def test_other_routers_see_a_full_server_masked():
     made = dispatcher(jsq(), servers=("a", "b"), credit=1)
-    servers = [b.server for i in (1, 2, 3) for b in sent(made.handle(request(i), 0.0))]
+    servers = [b.server for i in (1, 2, 3) for b in sent(arrive(made, request(i), 0.0))]
     assert sorted(servers) == ["a", "b"]
     assert made.fifo_length == 1
 
@@ -183,8 +182,8 @@ def test_other_routers_see_a_full_server_masked():
 def test_a_full_queue_rejects_with_a_reason_and_retry_after():
     made = dispatcher(credit=1, max_waiting_items=2)
     for i in (1, 2, 3):
-        made.handle(request(i), 0.0)
-    answer = replies(made.handle(request(4), 0.1))[0]
+        arrive(made, request(i), 0.0)
+    answer = replies(arrive(made, request(4), 0.1))[0]
     assert answer.outcome is Outcome.REJECTED
     assert "2 items wait" in answer.reason
     assert "limit is 2" in answer.reason
@@ -193,8 +192,8 @@ def test_a_full_queue_rejects_with_a_reason_and_retry_after():
 
 def test_the_limit_never_rejects_a_continuing_task():
     made = dispatcher(credit=1, max_waiting_items=1)
-    (block,) = sent(made.handle(request(1), 0.0))
-    made.handle(request(2), 0.1)
+    (block,) = sent(arrive(made, request(1), 0.0))
+    arrive(made, request(2), 0.1)
     commands = made.handle(done(block, 1.0), 1.0)
     assert replies(commands) == []
     assert made.counts["items"]["in_flight"] == 2
@@ -202,8 +201,8 @@ def test_the_limit_never_rejects_a_continuing_task():
 
 def test_waiting_activations_are_bounded_by_holding_back_segment_0():
     made = dispatcher(Scripted(Decision("a", 1.0, 1)), credit=1, max_activation_bytes=256)
-    (first,) = sent(made.handle(request(1), 0.0))
-    made.handle(request(2), 0.1)
+    (first,) = sent(arrive(made, request(1), 0.0))
+    arrive(made, request(2), 0.1)
     (continued,) = sent(made.handle(done(first, 1.0), 1.0))
     assert (continued.segment, continued.tasks[0].item) == (1, 100), "item 200 is older in the FIFO but held back"
     (last,) = sent(made.handle(done(continued, 2.0), 2.0))
@@ -213,10 +212,10 @@ def test_waiting_activations_are_bounded_by_holding_back_segment_0():
 
 def test_a_deadline_expires_waiting_and_sent_items_at_once():
     made = dispatcher(credit=1)
-    commands = made.handle(request(1, deadline=0.5), 0.0)
+    commands = arrive(made, request(1, deadline=0.5), 0.0)
     (block,) = sent(commands)
     assert only(commands, WakeAt) == [WakeAt(0.5)]
-    made.handle(request(2, deadline=0.5), 0.1)
+    arrive(made, request(2, deadline=0.5), 0.1)
     commands = made.handle(TimerFired(), 0.5)
     assert [(r.request_id, r.outcome) for r in replies(commands)] == [(1, Outcome.EXPIRED), (2, Outcome.EXPIRED)]
     assert only(commands, CancelTasks) == [CancelTasks("a", (block.tasks[0].task_id,))]
@@ -225,9 +224,9 @@ def test_a_deadline_expires_waiting_and_sent_items_at_once():
 
 def test_the_deadline_of_an_answered_request_asks_for_no_timer():
     made = dispatcher(credit=1)
-    (block,) = sent(made.handle(request(1, deadline=0.5), 0.0))
+    (block,) = sent(arrive(made, request(1, deadline=0.5), 0.0))
     for number, deadline in ((2, 0.6), (3, 0.9)):
-        made.handle(request(number, deadline=deadline), 0.0)
+        arrive(made, request(number, deadline=deadline), 0.0)
     answered = 0
     while answered < 2:
         commands = made.handle(done(block, 0.1), 0.1)
@@ -244,8 +243,8 @@ def test_a_request_past_its_deadline_on_arrival_never_runs():
 
 def test_a_cancelled_request_is_removed_and_its_credit_comes_back_with_the_servers_word():
     made = dispatcher(credit=1)
-    (block,) = sent(made.handle(request(1), 0.0))
-    made.handle(request(2), 0.1)
+    (block,) = sent(arrive(made, request(1), 0.0))
+    arrive(made, request(2), 0.1)
     commands = made.handle(RequestCancelled(1), 0.2)
     assert replies(commands)[0].outcome is Outcome.CANCELLED
     assert sent(commands) == []
@@ -255,7 +254,7 @@ def test_a_cancelled_request_is_removed_and_its_credit_comes_back_with_the_serve
 
 def test_a_doubled_report_counts_once():
     made = dispatcher()
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     (next_block,) = sent(made.handle(done(block, 1.0), 1.0))
     assert sent(made.handle(done(block, 1.1), 1.1)) == []
     assert next_block.segment == 1
@@ -273,7 +272,7 @@ def test_a_doubled_report_counts_once():
 )
 def test_a_router_that_fails_is_replaced_for_that_decision(decision, reason):
     made = dispatcher(Scripted(decision))
-    commands = made.handle(request(1), 0.0)
+    commands = arrive(made, request(1), 0.0)
     assert sent(commands)[0].width == 0.5
     assert only(commands, RouterFellBack)[0].reason.startswith(reason)
 
@@ -282,13 +281,13 @@ def test_a_slow_router_rests_until_its_probe():
     made = dispatcher(Scripted(Decision("a", 1.0, 1)), router_probe=1.0)
     (event,) = only(made.handle(RouterTooSlow(0.05), 0.0), RouterFellBack)
     assert (event.reason, event.until) == ("took 50.0 ms, limit 20 ms", 1.0)
-    assert sent(made.handle(request(1), 0.9))[0].width == 0.5, "the fallback decides"
-    assert sent(made.handle(request(2), 1.0))[0].width == 1.0, "the probe"
+    assert sent(arrive(made, request(1), 0.9))[0].width == 0.5, "the fallback decides"
+    assert sent(arrive(made, request(2), 1.0))[0].width == 1.0, "the probe"
 
 
 def test_a_finished_block_says_what_was_decided_what_ran_and_how_long_it_took():
     made = dispatcher(Scripted(Decision("a", 0.5, 8)))
-    (block,) = sent(made.handle(request(2, items=2, at=1.0), 1.0))
+    (block,) = sent(arrive(made, request(2, items=2, at=1.0), 1.0))
     finished = only(made.handle(done(block, 3.0, width=0.75), 3.0), BlockFinished)[0]
     assert finished.decision == Decision("a", 0.5, 8)
     assert (finished.size, finished.latency, finished.lost) == (2, 2.0, 0)
@@ -297,7 +296,7 @@ def test_a_finished_block_says_what_was_decided_what_ran_and_how_long_it_took():
 
 def test_fixed_widths_are_kept_and_exact():
     made = dispatcher(jsq("1"))
-    (block,) = sent(made.handle(request(1, widths=(0.25, 0.5, 0.75)), 0.0))
+    (block,) = sent(arrive(made, request(1, widths=(0.25, 0.5, 0.75)), 0.0))
     assert (block.width, block.exact) == (0.25, True)
     (block,) = sent(made.handle(done(block, 1.0), 1.0))
     assert block.width == 0.5
@@ -312,7 +311,7 @@ class Measured:
 
 def test_an_accuracy_floor_leaves_only_widths_that_can_still_reach_it():
     made = dispatcher(jsq("0.25"), accuracy=Measured())
-    (block,) = sent(made.handle(request(1, accuracy_floor=0.75), 0.0))
+    (block,) = sent(arrive(made, request(1, accuracy_floor=0.75), 0.0))
     assert block.width == 0.25, "0.25, 1, 1 still reaches 0.75"
     (block,) = sent(made.handle(done(block, 1.0), 1.0))
     assert block.width == 1.0
@@ -328,10 +327,10 @@ def test_an_accuracy_floor_out_of_reach_is_refused_with_the_best_there_is():
 
 def test_different_constraints_never_share_a_block():
     made = dispatcher(Scripted(Decision("a", 0.5, 8)), credit=2)
-    (first,) = sent(made.handle(request(1, items=2), 0.0))
-    made.handle(request(2), 0.1)
-    made.handle(request(3, widths=(0.5, 0.5, 0.5)), 0.2)
-    made.handle(request(4), 0.3)
+    (first,) = sent(arrive(made, request(1, items=2), 0.0))
+    arrive(made, request(2), 0.1)
+    arrive(made, request(3, widths=(0.5, 0.5, 0.5)), 0.2)
+    arrive(made, request(4), 0.3)
     (block,) = sent(made.handle(done(first, 1.0), 1.0))
     assert [t.item for t in block.tasks] == [200, 400]
     block, *_ = sent(made.handle(done(block, 2.0), 2.0))
@@ -340,10 +339,10 @@ def test_different_constraints_never_share_a_block():
 
 def test_a_lower_priority_ages_and_is_not_starved():
     made = dispatcher(Scripted(Decision("a", 0.5, 1)), credit=1, priority_aging=1.0)
-    (block,) = sent(made.handle(request(1), 0.0))
-    made.handle(request(2, at=0.0, priority=1), 0.0)
-    made.handle(request(3, at=0.5), 0.5)
-    made.handle(request(4, at=1.5), 1.5)
+    (block,) = sent(arrive(made, request(1), 0.0))
+    arrive(made, request(2, at=0.0, priority=1), 0.0)
+    arrive(made, request(3, at=0.5), 0.5)
+    arrive(made, request(4, at=1.5), 1.5)
     order = []
     for at in (2.0, 3.0, 4.0):
         (block,) = sent(made.handle(done(block, at), at))

@@ -22,7 +22,7 @@ from slim_scheduler.core.messages import (
     LoadInstance,
     Reply,
     RequestCancelled,
-    Resume,
+    RouteNow,
     RouterTooSlow,
     SendBlock,
     ServerChanged,
@@ -75,6 +75,9 @@ class ServerHistory(RuleBasedStateMachine):
     def batch_time(segment, previous_width, width, size):
         return 0.01 * width * (1 + size)
 
+    def advance(self, gap):
+        self.now += gap
+
     def tell(self, event):
         commands = self.server.handle(event, self.now)
         assert len(commands) <= 4 + 2 * len(self.held), "an answer out of proportion"
@@ -113,7 +116,7 @@ class ServerHistory(RuleBasedStateMachine):
     @rule(gap=gaps, size=st.integers(1, 6), segment=st.integers(0, SEGMENTS - 1), width=widths, previous=widths,
           exact=st.booleans(), deadline=st.sampled_from([None, None, 0.1, 2.0]))  # fmt: skip
     def block_arrives(self, gap, size, segment, width, previous, exact, deadline):
-        self.now += gap
+        self.advance(gap)
         previous = previous if segment else None
         tasks = []
         for _ in range(size):
@@ -130,42 +133,37 @@ class ServerHistory(RuleBasedStateMachine):
         return arriving
 
     @precondition(lambda self: self.batches)
-    @rule(gap=gaps, data=st.data(), how=st.sampled_from(["done", "done", "pause", "out of memory", "error"]))
+    @rule(gap=gaps, data=st.data(), how=st.sampled_from(["done", "done", "out of memory", "error"]))
     def batch_ends(self, gap, data, how):
-        self.now += gap
+        self.advance(gap)
         batch_id = data.draw(st.sampled_from(sorted(self.batches)))
         self.batches.pop(batch_id)
         if how == "done":
             self.tell(BatchDone(batch_id))
-        elif how == "pause":
-            before = set(self.batches)
-            self.tell(BatchDone(batch_id, pause=True))
-            assert set(self.batches) == before, "a batch started in the pause"
-            self.tell(Resume())
         else:
             self.tell(BatchFailed(batch_id, how, out_of_memory=how == "out of memory"))
 
     @precondition(lambda self: self.loading)
     @rule(gap=gaps, works=st.sampled_from([True, True, True, False]))
     def load_ends(self, gap, works):
-        self.now += gap
+        self.advance(gap)
         instance = self.loading.pop(0)
         self.tell(InstanceReady(instance) if works else InstanceFailed(instance, "no such device"))
 
     @precondition(lambda self: self.leaving)
     @rule(gap=gaps)
     def unload_ends(self, gap):
-        self.now += gap
+        self.advance(gap)
         self.tell(InstanceUnloaded(self.leaving.pop()))
 
     @rule(gap=gaps, utilization=st.sampled_from([None, 0.0, 0.5, 0.95]))
     def device_is_sampled(self, gap, utilization):
-        self.now += gap
+        self.advance(gap)
         self.tell(DeviceSampled(utilization))
 
     @rule(gap=gaps)
     def timer_fires(self, gap):
-        self.now += gap
+        self.advance(gap)
         self.tell(TimerFired())
 
     @rule(data=st.data())
@@ -182,7 +180,7 @@ class ServerHistory(RuleBasedStateMachine):
         for _ in range(8 * len(self.held) + 50):
             if not self.held:
                 break
-            self.now += 0.01
+            self.advance(0.01)
             if self.batches:
                 self.batches.pop(batch_id := next(iter(self.batches)))
                 self.tell(BatchDone(batch_id))
@@ -201,27 +199,25 @@ class WindowHistory(ServerHistory):
     def __init__(self):
         super().__init__()
         self.timers = []
-        self.last = 0.0
 
     @staticmethod
     def knobs():
-        return msgspec.structs.replace(ServerHistory.knobs(), batch_window=0.06, tile=3, credit=12)
+        return msgspec.structs.replace(ServerHistory.knobs(), batch_window=0.06, tile=3, credit=12, awaits_return=True)
 
     def block(self, arriving):
         return msgspec.structs.replace(arriving, more=arriving.block_id % 3)
 
-    def tell(self, event):
-        """What was asked for since the last event comes first, each at its time."""
-        now, self.now = self.now, self.last
-        while (due := min(self.timers, default=now + 1)) <= now:
+    def advance(self, gap):
+        """What was asked for meanwhile comes first, each at its time."""
+        until = self.now + gap
+        while (due := min(self.timers, default=until + 1)) <= until:
             self.timers.remove(due)
-            self.now = due
-            self.handle(TimerFired())
-            self.server.check_invariants(due)
-        self.now = self.last = now
-        return self.handle(event)
+            self.now = max(self.now, due)
+            self.tell(TimerFired())
+            self.server.check_invariants(self.now)
+        self.now = until
 
-    def handle(self, event):
+    def tell(self, event):
         commands = super().tell(event)
         self.timers += [command.at for command in commands if isinstance(command, WakeAt)]
         return commands
@@ -290,8 +286,8 @@ class DispatcherHistory(RuleBasedStateMachine):
             self.at_server[sent.server][t.task_id] = sent
 
     @rule(gap=gaps, items=st.integers(1, 3), deadline=st.sampled_from([None, None, 0.04, LONGEST_DEADLINE]),
-          priority=st.sampled_from([0, 0, 1]), fixed=st.booleans())  # fmt: skip
-    def request_arrives(self, gap, items, deadline, priority, fixed):
+          priority=st.sampled_from([0, 0, 1]), fixed=st.booleans(), alone=st.booleans())  # fmt: skip
+    def request_arrives(self, gap, items, deadline, priority, fixed, alone=True):
         self.now += gap
         self.requests += 1
         self.open.add(self.requests)
@@ -300,6 +296,8 @@ class DispatcherHistory(RuleBasedStateMachine):
         event = request(self.requests, items, self.now, at, priority, **asked)
         self.accepted_items[self.requests] = set(event.request.items)
         self.tell(event)
+        if alone:
+            self.tell(RouteNow())
 
     @precondition(lambda self: any(self.at_server.values()))
     @rule(gap=gaps, data=st.data(), returned=st.sampled_from([False, False, False, True]), wider=st.booleans())

@@ -12,12 +12,12 @@ from slim_scheduler.core.messages import (
     WakeAt,
 )
 from slim_scheduler.core.types import Decision, Outcome
-from tests.core.networks import Scripted, dispatcher, done, only, replies, report, request, sent
+from tests.core.networks import Scripted, arrive, dispatcher, done, only, replies, report, request, sent
 
 
 def test_a_lost_servers_tasks_run_elsewhere_and_its_late_answer_is_dropped():
     made = dispatcher(Scripted(Decision("a", 0.5, 8)), servers=("a", "b"))
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     commands = made.handle(ServerLeft("a", "its process died"), 0.5)
     assert only(commands, ServerChanged) == [ServerChanged("a", False, "its process died", 1)]
     (again,) = sent(commands)
@@ -37,7 +37,7 @@ def test_a_report_of_a_life_that_is_over_brings_no_server_back():
 
 def test_an_item_whose_activation_was_on_the_lost_server_starts_again():
     made = dispatcher(Scripted(Decision("a", 0.5, 8)), servers=("a", "b"))
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     (second,) = sent(made.handle(done(block, 0.1), 0.1))
     assert second.segment == 1
     (again,) = sent(made.handle(ServerLeft("a", "gone"), 0.5))
@@ -67,7 +67,7 @@ def test_silence_while_this_process_slept_proves_nothing():
 def test_a_restarted_server_loses_what_it_had():
     made = dispatcher()
     made.handle(report("a", 0.1), 0.1)
-    made.handle(request(1), 0.2)
+    arrive(made, request(1), 0.2)
     commands = made.handle(report("a", 0.3, incarnation=1), 0.3)
     assert [c.up for c in only(commands, ServerChanged)] == [False, True]
     assert sent(commands)[0].tasks[0].item == 100
@@ -75,7 +75,7 @@ def test_a_restarted_server_loses_what_it_had():
 
 def test_a_block_that_reports_keep_leaving_out_is_sent_again():
     made = dispatcher(loss_grace=1.0)
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     for at in (0.5, 1.5):
         assert sent(made.handle(report("a", at), at)) == []
     made.handle(report("a", 2.0, open_blocks=(block.block_id,)), 2.0)
@@ -87,7 +87,7 @@ def test_a_block_that_reports_keep_leaving_out_is_sent_again():
 def test_with_every_server_gone_what_waits_fails_in_the_end():
     made = dispatcher(no_server_timeout=30.0)
     made.handle(ServerLeft("a", "gone"), 0.0)
-    wake = only(made.handle(request(1), 1.0), WakeAt)[0]
+    wake = only(arrive(made, request(1), 1.0), WakeAt)[0]
     assert wake.at == 30.0
     answer = replies(made.handle(TimerFired(), 30.0))[0]
     assert (answer.outcome, answer.reason) == (Outcome.FAILED, "no server was in service for 30 s")
@@ -95,9 +95,9 @@ def test_with_every_server_gone_what_waits_fails_in_the_end():
 
 def test_a_draining_server_finishes_what_it_has_and_gets_no_more():
     made = dispatcher(servers=("a", "b"), credit=1)
-    (first,) = sent(made.handle(request(1), 0.0))
+    (first,) = sent(arrive(made, request(1), 0.0))
     made.handle(ServerDraining(first.server), 0.1)
-    (other,) = sent(made.handle(request(2), 0.2))
+    (other,) = sent(arrive(made, request(2), 0.2))
     assert other.server != first.server
     assert sent(made.handle(done(first, 0.3), 0.3)) == [], "its next segment waits for the other server"
     assert made.counts["items"]["in_flight"] == 2
@@ -107,7 +107,7 @@ def test_a_removed_server_is_no_longer_seen_by_routers():
     made = dispatcher(servers=("a", "b"))
     made.handle(ServerLeft("a", "removed", removed=True), 0.1)
     assert list(made.servers) == ["b"]
-    assert sent(made.handle(request(1), 0.2))[0].server == "b"
+    assert sent(arrive(made, request(1), 0.2))[0].server == "b"
     made.handle(ServerJoined("a", 8), 0.3)
     assert list(made.servers) == ["b", "a"]
 
@@ -124,7 +124,7 @@ def test_a_report_that_comes_late_changes_nothing():
 def test_a_server_that_keeps_failing_is_ejected_probed_and_reinstated():
     made = dispatcher(Scripted(Decision("a", 0.5, 1)), servers=("a", "b"), max_retries=100)
     made.handle(report("b", 0.0), 0.0)
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     for _ in range(5):
         commands = made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 0.1)
         block = sent(commands)[0]
@@ -135,7 +135,7 @@ def test_a_server_that_keeps_failing_is_ejected_probed_and_reinstated():
         made.handle(report("b", at), at)
         made.handle(TimerFired(), at + 0.1)
     assert made.servers["a"].limit == 4, "the probe: a few tasks after two seconds"
-    (probe,) = sent(made.handle(request(2, at=2.2), 2.2))
+    (probe,) = sent(arrive(made, request(2, at=2.2), 2.2))
     assert probe.server == "a"
     commands = made.handle(done(probe, 2.3), 2.3)
     assert [c.reason for c in only(commands, ServerChanged)] == ["its probe succeeded"]
@@ -144,7 +144,7 @@ def test_a_server_that_keeps_failing_is_ejected_probed_and_reinstated():
 
 def test_not_every_server_can_be_ejected():
     made = dispatcher(servers=("a", "b"), max_retries=1000)
-    (block,) = sent(made.handle(request(1), 0.0))
+    (block,) = sent(arrive(made, request(1), 0.0))
     for _ in range(40):
         returned = TasksReturned(block.server, 0, (block.tasks[0].task_id,), "device lost")
         (block,) = sent(made.handle(returned, 0.1))

@@ -13,7 +13,6 @@ from slim_scheduler.core.messages import (
     InstanceReady,
     InstanceUnloaded,
     LoadInstance,
-    Resume,
     ServerReported,
     StartBatch,
     TasksReturned,
@@ -21,7 +20,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler, worth_a_pause
+from slim_scheduler.core.server.scheduler import RETURN, ServerKnobs, ServerScheduler
 from tests.core.networks import SHAPE, VARIANT, WEIGHT, block, only, task
 
 
@@ -81,21 +80,32 @@ def test_tasks_with_their_items_arrival_keep_its_place():
 
 
 def test_after_a_long_batch_its_items_come_before_younger_ones():
-    scheduler = server()
+    scheduler = server(awaits_return=True)
     loaded(scheduler, 0, 0.5)
     loaded(scheduler, 1, 0.5)
+    loaded(scheduler, 2, 0.5)
     old, young = (msgspec.structs.replace(task(n), arrival=at) for n, at in ((1, 0.4), (2, 0.9)))
-    running = started(scheduler.handle(BlockArrived(block(1, (old,), 0.5)), 1.0))[0]
+    scheduler.handle(BlockArrived(block(1, (old,), 0.5)), 1.0)
     scheduler.handle(BlockArrived(block(2, (young,), 0.5)), 1.0)
-    assert worth_a_pause(running, 1.1, segments=2)
-    assert not worth_a_pause(running, 1.001, segments=2), "a short batch is not worth an idle device"
-    assert not worth_a_pause(running, 1.1, segments=1), "items are not back after their last segment"
-    assert ran(scheduler.handle(BatchDone(3, pause=True), 1.1)) == []
+    commands = scheduler.handle(BatchDone(4), 1.1)
+    assert ran(commands) == []
+    assert WakeAt(1.1 + RETURN) in commands, "the machine asks for the end of its wait itself"
     back = msgspec.structs.replace(task(3, 1, 0.5), arrival=0.4)
-    assert ran(scheduler.handle(BlockArrived(block(3, (back,), 0.5)), 1.1)) == [3]
-    assert ran(scheduler.handle(Resume(), 1.1)) == [], "it runs one batch at a time"
-    assert ran(scheduler.handle(BatchDone(4, pause=True), 1.2)) == []
-    assert ran(scheduler.handle(Resume(), 1.2)) == [2], "nothing came back: the younger one's turn"
+    assert ran(scheduler.handle(BlockArrived(block(3, (back,), 0.5)), 1.1)) == [], "others may be on their way"
+    assert ran(scheduler.handle(TimerFired(), 1.1 + RETURN)) == [3]
+    assert ran(scheduler.handle(BatchDone(5), 1.2)) == []
+    assert ran(scheduler.handle(TimerFired(), 1.2 + RETURN)) == [2], "nothing came back: the younger one's turn"
+
+
+def test_after_a_short_batch_or_the_last_segment_nobody_comes_back():
+    scheduler = server(awaits_return=True)
+    for segment in range(3):
+        loaded(scheduler, segment, 0.5)
+    scheduler.handle(BlockArrived(block(1, (task(1),), 0.5)), 1.0)
+    scheduler.handle(BlockArrived(block(2, (task(2, 2, 0.5),), 0.5)), 1.0)
+    scheduler.handle(BlockArrived(block(3, (task(3),), 0.5)), 1.0)
+    assert ran(scheduler.handle(BatchDone(4), 1.001)) == [2], "a short batch is not worth an idle device"
+    assert ran(scheduler.handle(BatchDone(5), 1.2)) == [3], "answered"
 
 
 def test_best_fit_is_the_narrowest_free_instance_that_is_wide_enough():

@@ -16,7 +16,7 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Request
-from tests.core.networks import SHAPE, WEIGHT, block, dispatcher, done, only, request, sent, task
+from tests.core.networks import SHAPE, WEIGHT, arrive, block, dispatcher, done, only, request, sent, task
 
 WINDOW = 0.010
 FIXED, EACH = 0.004, 0.001  # seconds of a batch, and of each task in it
@@ -170,9 +170,9 @@ def follows(machine, event, now):
 
 def test_the_dispatcher_says_what_may_follow_a_block():
     machine = dispatcher(servers=("a", "b"), credit=8, batch_windows=True)
-    (first,) = sent(machine.handle(request(1, 1), 0.0))
+    (first,) = sent(arrive(machine, request(1, 1), 0.0))
     assert first.more == 0, "a lone request on an idle fleet"
-    (second,) = sent(machine.handle(request(2, 2), 0.1))
+    (second,) = sent(arrive(machine, request(2, 2), 0.1))
     assert second.more == 1, "others are about"
     assert follows(machine, done(first, 0.2), 0.2) == [(1, 1, 2)], "two more of that width are in segment 0"
     (third,) = sent(machine.handle(done(second, 0.3), 0.3))
@@ -181,16 +181,16 @@ def test_the_dispatcher_says_what_may_follow_a_block():
 
 def test_the_items_of_one_request_expect_no_other_request():
     machine = dispatcher(servers=("a", "b"), credit=4, batch_windows=True)
-    assert [b.more for b in sent(machine.handle(request(1, 7), 0.0))] == [0, 0]
+    assert [b.more for b in sent(arrive(machine, request(1, 7), 0.0))] == [0, 0]
 
 
 def test_a_full_server_is_told_that_nothing_follows():
     machine = dispatcher(servers=("a",), credit=2, batch_windows=True)
-    machine.handle(RequestArrived(Request(1, (1,), 0.0)), 0.0)
-    assert [b.more for b in sent(machine.handle(RequestArrived(Request(2, (2, 3), 0.0)), 0.0))] == [0]
+    arrive(machine, RequestArrived(Request(1, (1,), 0.0)), 0.0)
+    assert [b.more for b in sent(arrive(machine, RequestArrived(Request(2, (2, 3), 0.0)), 0.0))] == [0]
 
 
 def test_without_windows_a_block_says_nothing():
     machine = dispatcher(servers=("a", "b"), credit=8)
-    machine.handle(request(1, 1), 0.0)
-    assert follows(machine, request(2, 2), 0.1) == [(0, 2, 0)]
+    arrive(machine, request(1, 1), 0.0)
+    assert [b.more for b in sent(arrive(machine, request(2, 2), 0.1))] == [0]

@@ -36,10 +36,13 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class RequestArrived(Message, frozen=True, gc=False):
-    """`more`: another event follows at once, and deciding waits for it."""
+    """Taken or refused at once. Routing waits for `RouteNow`, or for any other event."""
 
     request: Request
-    more: bool = False
+
+
+class RouteNow(Message, frozen=True, gc=False):
+    """The requests that came at the same time have all been told."""
 
 
 class RequestCancelled(Message, frozen=True, gc=False):
@@ -192,16 +195,9 @@ class BlockArrived(Message, frozen=True, gc=False):
 
 
 class BatchDone(Message, frozen=True, gc=False):
-    """`pause`: start nothing yet, the batch's items may be back for their next segment at once; `Resume` follows."""
-
     batch_id: BatchId
     energy_j: Joules | None = None
-    pause: bool = False
     not_finite: tuple[TaskId, ...] = ()
-
-
-class Resume(Message, frozen=True, gc=False):
-    """What a batch's items do next is decided; the server goes on with what it has."""
 
 
 class BatchFailed(Message, frozen=True, gc=False):
@@ -261,6 +257,7 @@ class UnloadInstance(Message, frozen=True, gc=False):
 
 DispatcherEvent = (
     RequestArrived
+    | RouteNow
     | RequestCancelled
     | BatchReported
     | TasksReturned
@@ -276,7 +273,6 @@ ServerEvent = (
     BlockArrived
     | CancelTasks
     | BatchDone
-    | Resume
     | BatchFailed
     | InstanceReady
     | InstanceFailed

@@ -44,11 +44,10 @@ def live_server(
     device: Device | None = None,
     incarnation: int = 0,
     on_loop: bool = False,
-    oldest_first: bool = False,
 ) -> LiveServer:
     """One configured server, not yet started. `device`, where given, is used instead of the one configured.
 
-    `on_loop`: its brief batches may run on the event loop. `oldest_first`: as `LiveServer`'s.
+    `on_loop`: its brief batches may run on the event loop.
     """
     server = next(server for server in config.servers if server.name == name)
     profile = (profiles or {}).get(name)
@@ -65,7 +64,7 @@ def live_server(
     power = profile.power if profile is not None and profile.power_source != "none" else None
     alone = sum(other.device == "cpu" for other in config.servers) == 1
     probe = open_probe(server.device, power, alone)
-    return LiveServer(scheduler, executor, probe, server.credit, shape.segments, oldest_first)
+    return LiveServer(scheduler, executor, probe, server.credit, shape.segments)
 
 
 def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:

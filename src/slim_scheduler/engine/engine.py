@@ -328,7 +328,6 @@ class SlimEngine:
                 self._finished,
                 devices.get(server.name),
                 on_loop=True,
-                oldest_first=self.config.dispatch.reentry == "oldest-item",
             )
             for server in self.config.servers
         }

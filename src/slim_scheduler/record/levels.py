@@ -36,7 +36,7 @@ _ALL_EVENTS = (
     m.BlockArrived,
     m.CancelTasks,
     m.BatchDone,
-    m.Resume,
+    m.RouteNow,
     m.DeviceSampled,
 )
 _ALL_COMMANDS = (*_BLOCKS_COMMANDS, m.SendBlock, m.CancelTasks, m.WakeAt)

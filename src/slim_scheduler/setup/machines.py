@@ -216,8 +216,14 @@ def build_server(
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
         tile=None if server.tile == "auto" else server.tile,
         credit=server.credit,
+        awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )
     return ServerScheduler(name, knobs, shape, incarnation, None if profile is None else _batch_time(server, profile))
+
+
+def _dispatcher_is_near(config: Config) -> bool:
+    """In the servers' own process, where deciding about a finished batch's items takes no message."""
+    return config.network.latency_ms == 0 and not config.cluster.address
 
 
 def _batch_time(server: ServerConfig, profile: Profile) -> BatchTime:

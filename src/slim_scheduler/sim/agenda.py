@@ -9,9 +9,9 @@ from typing import Any
 
 from slim_scheduler.core.types import Seconds
 
-# Of what happens at the same time, this comes first to last: what frees devices and tells of it before new work, a
-# sample of the device after what changed it, and the end of the run last of all.
-FAULT, DEVICE, MESSAGE, ARRIVAL, SAMPLE, TIMER, END = range(7)
+# Of what happens at the same time, this comes first to last: what frees devices and tells of it before new work,
+# routing after all arrivals, a sample of the device after what changed it, and the end of the run last of all.
+FAULT, DEVICE, MESSAGE, ARRIVAL, ROUTE, SAMPLE, TIMER, END = range(8)
 
 
 class Agenda:

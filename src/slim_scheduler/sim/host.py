@@ -21,6 +21,7 @@ from slim_scheduler.core.messages import (
     Reply,
     RequestArrived,
     RequestCancelled,
+    RouteNow,
     SendBlock,
     ServerJoined,
     ServerLeft,
@@ -37,7 +38,7 @@ from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
 from slim_scheduler.setup.workload import Arrivals, generate
-from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, SAMPLE, TIMER, Agenda
+from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, ROUTE, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
 from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, timeline
 from slim_scheduler.sim.mail import Mail, ToDispatcher
@@ -45,6 +46,7 @@ from slim_scheduler.sim.server import Condition, Observer, SimulatedServer
 
 DRAIN_FACTOR = 2.0  # a run that drains ends by so many times its duration
 STEPS_PER_PROGRESS = 1_000
+ROUTE_NOW = RouteNow()
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,18 +130,16 @@ class Simulation:
         self._open = 0
         self._tasks = self._blocks = self._steps = 0
         self._wakes: set[Seconds] = set()
-        self._pauses = False
+        self._by_decision = False
         self._absorbed: DispatcherEvent | None = None
         self._view: View | None = None
         self.servers: dict[ServerName, SimulatedServer] = {}
-        near = config.dispatch.reentry == "oldest-item" and config.network.latency_ms == 0
-        pause_before = shape.segments if near else 0
         streams = run_rng(seed, "devices").spawn(len(config.servers))
         for knobs, stream in zip(config.servers, streams, strict=True):
             device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
             build = _builder(config, knobs.name, shape, profiles[knobs.name])
             self.servers[knobs.name] = SimulatedServer(
-                knobs.name, device, build, self.agenda, recorder, self._from_server, pause_before
+                knobs.name, device, build, self.agenda, recorder, self._from_server
             )
         self._perform: dict[type, Callable[[Any], None]] = {
             SendBlock: self._send_block,
@@ -191,7 +191,7 @@ class Simulation:
 
         `decide` must follow. This is how an environment drives the run: the record is the same as `run`'s.
         """
-        self._pauses = True
+        self._by_decision = True
         dispatcher, agenda = self.dispatcher, self.agenda
         while not self.done:
             if self._absorbed is None:
@@ -245,9 +245,11 @@ class Simulation:
     # ---- the dispatcher's side
 
     def _dispatch(self, event: DispatcherEvent) -> None:
-        if self._pauses:
-            self._absorbed = event
-            self.dispatcher.absorb(event, self.agenda.now)
+        if self._by_decision:
+            if self.dispatcher.absorb(event, self.agenda.now):
+                self._absorbed = event
+            else:
+                self._carry_out(event, self.dispatcher.finish(self.agenda.now))
         else:
             self._carry_out(event, self.dispatcher.handle(event, self.agenda.now))
 
@@ -283,6 +285,7 @@ class Simulation:
         self._coming -= 1
         self._open += 1
         self._dispatch(event)
+        self.agenda.at(self.agenda.now, ROUTE, self._dispatch, ROUTE_NOW)
 
     def _reply(self, command: Reply) -> None:
         self._open -= 1

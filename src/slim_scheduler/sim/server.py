@@ -16,7 +16,6 @@ from slim_scheduler.core.messages import (
     InstanceUnloaded,
     LoadInstance,
     Message,
-    Resume,
     ServerEvent,
     ServerReported,
     StartBatch,
@@ -25,7 +24,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.server.scheduler import ServerScheduler, worth_a_pause
+from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.types import Batch, BatchId, InstanceId, ItemId, Seconds, ServerName, Width
 from slim_scheduler.sim.agenda import DEVICE, TIMER, Agenda
 from slim_scheduler.sim.device import Device
@@ -46,15 +45,8 @@ class Condition(StrEnum):
     CRASHED = "crashed"
 
 
-DECIDING: Seconds = 0.0001  # what a dispatcher in the same process takes, at most, to route a batch's items
-
-
 class SimulatedServer:
-    """A server's scheduler and device. `send` carries a message to the dispatcher.
-
-    `pause_before` is the number of segments where the dispatcher is in the same process and takes the oldest items
-    first, else 0: then a batch waits for the items of the one before it.
-    """
+    """A server's scheduler and device. `send` carries a message to the dispatcher."""
 
     def __init__(
         self,
@@ -64,7 +56,6 @@ class SimulatedServer:
         agenda: Agenda,
         observer: Observer,
         send: Callable[["SimulatedServer", ToDispatcher], None],
-        pause_before: int = 0,
     ) -> None:
         self.name = name
         self.device = device
@@ -77,7 +68,6 @@ class SimulatedServer:
         self._agenda = agenda
         self._observe = observer.step
         self._send = send
-        self._pause_before = pause_before
         self._announced = 0  # the device's version for which the next completion is on the agenda
         self._running: dict[BatchId, Batch] = {}
         self._instances: dict[InstanceId, tuple[int, Width]] = {}
@@ -133,10 +123,7 @@ class SimulatedServer:
         batch = self._running.pop(batch_id)
         if self.activations is not None:
             self.activations.update(task.item for task in batch.tasks)
-        pause = worth_a_pause(batch, self._agenda.now, self._pause_before)
-        self._handle(BatchDone(batch_id, energy, pause))
-        if pause:
-            self._later(DECIDING, DEVICE, Resume())
+        self._handle(BatchDone(batch_id, energy))
 
     def _own(self, life_and_event: tuple[int, ServerEvent]) -> None:
         """Something this server waits for by itself; it does not outlive a crash."""

@@ -26,6 +26,7 @@ from slim_scheduler.core.messages import (
     DispatcherEvent,
     RequestArrived,
     RequestCancelled,
+    RouteNow,
     RouterFellBack,
     RouterTooSlow,
     SendBlock,
@@ -140,20 +141,19 @@ class Dispatcher:
 
         It is these four steps; only an environment that stops at every decision takes them one by one.
         """
-        self.absorb(event, now)
-        if isinstance(event, RequestArrived) and event.more:
-            return self.finish(now)
-        while (view := self.pending(now)) is not None:
-            self.decide(view)
+        if self.absorb(event, now):
+            while (view := self.pending(now)) is not None:
+                self.decide(view)
         return self.finish(now)
 
-    def absorb(self, event: DispatcherEvent, now: Seconds) -> None:
-        """Takes an event in without routing."""
+    def absorb(self, event: DispatcherEvent, now: Seconds) -> bool:
+        """Takes an event in without routing. Whether routing follows: an arrival waits for those that come with it."""
         match event:
             case BatchReported():
                 self._collect(event, now)
             case RequestArrived():
                 self._arrive(event, now)
+                return False
             case ServerReported():
                 self._members.hear(event.report, now)
             case TimerFired():
@@ -170,6 +170,9 @@ class Dispatcher:
                 self._members.leave(event, now)
             case RouterTooSlow():
                 self._suspend_router(event.seconds, now)
+            case RouteNow():
+                pass
+        return True
 
     def pending(self, now: Seconds) -> View | None:
         """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""

@@ -21,7 +21,6 @@ from slim_scheduler.core.messages import (
     InstanceReady,
     InstanceUnloaded,
     LoadInstance,
-    Resume,
     ServerCommand,
     ServerEvent,
     ServerReported,
@@ -40,14 +39,16 @@ from slim_scheduler.core.view import ServerReport
 
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
-WORTH_A_PAUSE: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
+LONG_BATCH: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
+RETURN: Seconds = 2e-6  # a simulated message in one process takes nanoseconds; a live host comes to timers after them
 
 
 class ServerKnobs(msgspec.Struct, frozen=True):
     """Algorithm 1's knobs, in the core's units. `max_upgrade` None: any wider instance will do.
 
     `batch_window` 0: the server never rests while anything waits, the paper's rule. None, for it and `tile`: automatic.
-    `credit`: tasks that the dispatcher lets the server have at once.
+    `credit`: tasks that the dispatcher lets the server have at once. `awaits_return`: after a long batch its items may
+    be back at once for their next segment, and come before younger ones.
     """
 
     max_batch: int = 32
@@ -62,15 +63,7 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     batch_window: Seconds | None = 0.0
     tile: int | None = None
     credit: int | None = None
-
-
-def worth_a_pause(batch: Batch, now: Seconds, segments: int) -> bool:
-    """Whether the next batch should wait until this one's items are back, where that is at once.
-
-    With `reentry = "oldest-item"`. Otherwise a younger batch always slips in between, two batches take turns segment
-    by segment, and the older ends nearly as late as the younger: 1.2 times the mean and p99 latency near saturation.
-    """
-    return batch.segment < segments - 1 and now - batch.started >= WORTH_A_PAUSE
+    awaits_return: bool = False
 
 
 class ServerScheduler:
@@ -104,6 +97,7 @@ class ServerScheduler:
         self._idle_wake: Seconds | None = None
         self._window = _batch_window(knobs, shape, batch_time)
         self._window_wake: Seconds = float("inf")
+        self._returning: Seconds | None = None  # until when a batch's items may be on their way back
         self._arrived: dict[BlockId, Seconds] = {}  # of open blocks, where there is a window
         self._check_budget()
 
@@ -130,9 +124,7 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, commands)
-            case Resume():
-                pass
-        if not (isinstance(event, BatchDone) and event.pause):
+        if self._returning is None:
             self._start_batches(now, commands)
         self._arm(commands)
         return commands
@@ -233,6 +225,18 @@ class ServerScheduler:
                 event.not_finite,
             )
         )
+        if self._knobs.awaits_return:
+            self._await_return(batch, now, commands)
+
+    def _await_return(self, batch: Batch, now: Seconds, commands: list[ServerCommand]) -> None:
+        """Starts nothing until a timer that is due at once: by then, the batch's items that go on here are back.
+
+        Otherwise a younger batch always slips in between, two batches take turns segment by segment, and the older ends
+        nearly as late as the younger: 1.2 times the mean and p99 latency near saturation.
+        """
+        if batch.segment < self._shape.segments - 1 and now - batch.started >= LONG_BATCH:
+            self._returning = now + RETURN
+            commands.append(WakeAt(self._returning))
 
     def _enqueue(self, block: Block, now: Seconds, commands: list[ServerCommand]) -> None:
         if block.block_id in self._seen_blocks:
@@ -321,6 +325,8 @@ class ServerScheduler:
                 commands.append(UnloadInstance(instance.instance_id))
 
     def _on_time(self, now: Seconds, commands: list[ServerCommand]) -> None:
+        if self._returning is not None and self._returning <= now + CLOCK_SLACK / 2:
+            self._returning = None
         if self._window_wake <= now + CLOCK_SLACK:
             self._window_wake = float("inf")  # what is ripe by now starts like after any event
         if self._idle_wake is not None and self._idle_wake <= now + CLOCK_SLACK:
@@ -453,14 +459,15 @@ class ServerScheduler:
             assert instance.state is InstanceState.BUSY, "a batch on an instance that is not busy"
             assert batch.width == instance.width >= batch.requested_width, "narrower than requested"
             assert {(t.segment, t.previous_width) for t in batch.tasks} == {(key[0], key[2])}, "mixed batch"
-        if self._window is None and len(self._queue) and not self._running and not len(self._pool):
+        greedy = self._window is None and self._returning is None
+        if greedy and len(self._queue) and not self._running and not len(self._pool):
             blocked = self._utilization is not None and self._utilization >= self._knobs.utilization_block
             assert blocked, "work waits although nothing runs, loads or blocks"
 
     def _check_window(self, now: Seconds) -> None:
         """A slot that is free has no ripe key that could start; what is not ripe has its timer."""
         window = self._window
-        if window is None:
+        if window is None or self._returning is not None:
             return
         for key, _, _ in self._queue.lanes():
             window.check_invariants(key, self._waiting(key))

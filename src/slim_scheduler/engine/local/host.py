@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.messages import (
-    BatchDone,
     BatchReported,
     BlockArrived,
     CancelTasks,
@@ -25,7 +24,7 @@ from slim_scheduler.core.messages import (
     Message,
     Reply,
     RequestArrived,
-    Resume,
+    RouteNow,
     RouterTooSlow,
     SendBlock,
     ServerEvent,
@@ -80,7 +79,7 @@ class Host:
         self._answered = answered
         self._timers = Timers(clock, self._fire)
         self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
-        self._undecided = False
+        self._routes_soon = False
         self._events: deque[tuple[ServerName, ServerEvent] | tuple[None, DispatcherEvent]] = deque()
         self._delivering = False
 
@@ -105,11 +104,11 @@ class Host:
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
         """A request came: taken or refused at once, and decided about with others that come at the same time."""
-        if not self._undecided:
-            self._undecided = True
+        if not self._routes_soon:
+            self._routes_soon = True
             asyncio.get_running_loop().call_soon(self._go_round)
         self._arrived[request.request_id] = request, items
-        self._step_dispatcher(RequestArrived(request, more=True))
+        self._step_dispatcher(RequestArrived(request))
 
     def tell_dispatcher(self, event: DispatcherEvent) -> None:
         self._events.append((None, event))
@@ -121,9 +120,6 @@ class Host:
         event = server.finished(job, self.ledger, self.clock.now())
         self._events.append((name, event))
         self._deliver()
-        if isinstance(event, BatchDone) and event.pause:
-            self._events.append((name, Resume()))
-            self._deliver()
 
     def _fire(self, machine: str) -> None:
         self._events.append((None if machine == DISPATCHER else machine, TimerFired()))  # type: ignore[arg-type]
@@ -134,8 +130,8 @@ class Host:
         asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
-        if self._undecided:
-            self.tell_dispatcher(TimerFired())  # a spare one does no harm, and every event is followed by decisions
+        self._routes_soon = False
+        self.tell_dispatcher(RouteNow())
 
     def _keep_inputs(self) -> None:
         """The inputs of what was taken since the last time, in one tensor."""
@@ -164,8 +160,6 @@ class Host:
     def _step_dispatcher(self, event: DispatcherEvent) -> None:
         now = self.clock.now()
         commands = self.dispatcher.handle(event, now)
-        if self._undecided:
-            self._undecided = isinstance(event, RequestArrived)
         self.recorder.step(DISPATCHER, now, event, commands)
         for command in commands:
             match command:

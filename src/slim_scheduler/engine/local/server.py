@@ -16,7 +16,7 @@ from slim_scheduler.core.messages import (
     StartBatch,
     UnloadInstance,
 )
-from slim_scheduler.core.server.scheduler import ServerScheduler, worth_a_pause
+from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.types import Bytes, Joules, Seconds
 from slim_scheduler.engine.activations import Ledger
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
@@ -24,10 +24,7 @@ from slim_scheduler.engine.probe import BusyMeter, Probe
 
 
 class LiveServer:
-    """`credit` is what the dispatcher may have outstanding here, `segments` the network's number of them.
-
-    `oldest_first`: the dispatcher decides about a batch's items as soon as it is done, the oldest first.
-    """
+    """`credit` is what the dispatcher may have outstanding here, `segments` the network's number of them."""
 
     def __init__(
         self,
@@ -36,7 +33,6 @@ class LiveServer:
         probe: Probe,
         credit: int,
         segments: int,
-        oldest_first: bool = False,
     ) -> None:
         self.name = scheduler.name
         self.scheduler = scheduler
@@ -45,7 +41,6 @@ class LiveServer:
         self._probe = probe
         self._meter = BusyMeter()
         self._segments = segments
-        self._oldest_first = oldest_first
 
     @property
     def memory_used(self) -> Bytes:
@@ -77,9 +72,8 @@ class LiveServer:
                     return BatchFailed(job.batch.batch_id, reason(job.error), job.out_of_memory)
                 if job.output is not None:
                     ledger.store(job.tasks, job.output)
-                pause = self._oldest_first and worth_a_pause(job.batch, now, self._segments)
                 not_finite = tuple([job.tasks[row].task_id for row in job.not_finite])
-                return BatchDone(job.batch.batch_id, energy, pause, not_finite)
+                return BatchDone(job.batch.batch_id, energy, not_finite)
             case LoadJob():
                 if job.error is not None:
                     return InstanceFailed(job.load.instance, reason(job.error))
