@@ -1,5 +1,7 @@
 """Telemetry: busy time over the window, energy with its source, and unknown is not zero."""
 
+import time
+
 import pytest
 
 from slim_scheduler.core.profile import Curve
@@ -81,31 +83,55 @@ class Gpu:
 
 def test_gpu_energy_is_its_counter_from_volta_on():
     gpu = Gpu(counter=5_000)
-    probe = NvmlProbe(gpu, None)
+    probe = NvmlProbe(gpu, None, period=0.0)
     gpu.counter = 7_500
+    probe.read(1.0)
     sampled = probe.sample(1.0, 0.9)
     assert (sampled.energy_j, sampled.energy_source, sampled.power_w, sampled.utilization) == (2.5, "counter", 100, 0.4)
 
 
 def test_gpu_energy_is_integrated_power_before_volta():
-    probe = NvmlProbe(Gpu(counter=None), None)
-    probe.sample(1.0, 0.0)
+    probe = NvmlProbe(Gpu(counter=None), None, period=0.0)
+    now = time.monotonic()
+    probe.read(now + 1.0)
+    before = probe.sample(1.0, 0.0).energy_j
+    probe.read(now + 1.5)
     sampled = probe.sample(1.5, 0.0)
-    assert (sampled.energy_j, sampled.energy_source) == (50.0, "integrated")
+    assert sampled.energy_j - before == pytest.approx(50.0)
+    assert sampled.energy_source == "integrated"
+
+
+def test_servers_on_one_gpu_share_its_power_and_energy():
+    gpu = Gpu(counter=0)
+    probes = [NvmlProbe(gpu, None, servers=2, period=0.0) for _ in range(2)]
+    gpu.counter = 6_000
+    for probe in probes:
+        probe.read(1.0)
+    sampled = [probe.sample(1.0, 0.5) for probe in probes]
+    assert sum(s.energy_j for s in sampled) == 6.0
+    assert sum(s.power_w for s in sampled) == 100
+
+
+def test_sampling_a_gpu_never_waits_for_nvml():
+    gpu = Gpu(counter=5_000)
+    probe = NvmlProbe(gpu, None, period=0.0)
+    gpu.nvmlDeviceGetPowerUsage = None  # a call would raise
+    assert probe.sample(1.0, 0.5).power_w == 100
 
 
 def test_a_gpu_that_stops_answering_is_unknown_not_zero():
     gpu = Gpu(counter=None)
-    probe = NvmlProbe(gpu, None)
+    probe = NvmlProbe(gpu, None, period=0.0)
     gpu.milliwatts = gpu.gpu = None
+    probe.read(time.monotonic())
     sampled = probe.sample(1.0, 0.7)
     assert (sampled.power_w, sampled.energy_j, sampled.energy_source) == (None, None, "none")
     assert sampled.utilization == 0.7, "the executor's own figure stands in"
 
 
 def test_cpus_that_share_a_package_are_estimated():
-    assert isinstance(open_probe("cpu", Curve((0.0, 1.0), (1.0, 2.0)), alone=False), EstimatedProbe)
-    assert isinstance(open_probe("cpu", None, alone=False), NoProbe)
+    assert isinstance(open_probe("cpu", Curve((0.0, 1.0), (1.0, 2.0)), servers=2), EstimatedProbe)
+    assert isinstance(open_probe("cpu", None, servers=2), NoProbe)
 
 
 async def test_servers_report_real_utilisation_memory_and_queue():

@@ -44,3 +44,7 @@ class RouterError(SlimError):
 
 class OutOfMemoryError(SlimError):
     """A device refused memory for a batch or an instance."""
+
+
+class DeviceLostError(SlimError):
+    """A device failed in a way that no later call of this process can get past: its server falls silent."""

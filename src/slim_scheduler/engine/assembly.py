@@ -34,6 +34,15 @@ def live_config(config: Config) -> Config:
     return msgspec.structs.replace(config, network=NetworkConfig(activations=moves), faults=())
 
 
+def check_budgets(config: Config) -> None:
+    """Servers of one process that share a GPU share its memory. Raises ConfigError where their budgets exceed it."""
+    budgets = [(server.device, int(server.vram_budget_gib * GIB)) for server in config.servers]
+    if any(device.startswith("cuda") for device, _ in budgets):
+        from slim_scheduler.engine.devices.cuda import check_shared_gpus, gpu_memory
+
+        check_shared_gpus(budgets, gpu_memory)
+
+
 def live_server(
     config: Config,
     name: ServerName,
@@ -62,8 +71,7 @@ def live_server(
     )
     executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and device.name == "cpu")
     power = profile.power if profile is not None and profile.power_source != "none" else None
-    alone = sum(other.device == "cpu" for other in config.servers) == 1
-    probe = open_probe(server.device, power, alone)
+    probe = open_probe(server.device, power, sum(other.device == server.device for other in config.servers))
     return LiveServer(scheduler, executor, probe, server.credit, shape.segments)
 
 

@@ -34,7 +34,13 @@ from slim_scheduler.core.types import (
     WidthTuple,
 )
 from slim_scheduler.core.view import ServerView
-from slim_scheduler.engine.assembly import accuracy_if_measured, live_config, live_server, profiles_if_all
+from slim_scheduler.engine.assembly import (
+    accuracy_if_measured,
+    check_budgets,
+    live_config,
+    live_server,
+    profiles_if_all,
+)
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.executor import Job
@@ -318,6 +324,7 @@ class SlimEngine:
         devices: dict[ServerName, Device],
     ) -> Host:
         """The servers in this process, around the dispatcher. A cluster's are elsewhere (`engine/cluster`)."""
+        check_budgets(self.config)
         servers = {
             server.name: live_server(
                 self.config,

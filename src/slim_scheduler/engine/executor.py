@@ -3,6 +3,9 @@
 The event loop hands jobs in and gets each back, finished, by a call on the loop. Threads share nothing with the loop
 but the job. Errors become part of the job: an execution thread never dies. A batch that takes less than being handed to
 a thread and back may run on the loop itself (`Brief`).
+
+After the loss of its device the executor is silent, as a machine that is gone is: its server is missed, and its work
+runs elsewhere.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from slim_scheduler.core.errors import OutOfMemoryError
+from slim_scheduler.core.errors import DeviceLostError, OutOfMemoryError
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
 from slim_scheduler.engine.devices.base import Device, Rows
@@ -129,10 +132,16 @@ class Executor:
         self._instances: dict[InstanceId, SegmentSlice] = {}
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
+        self._lost = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._brief = Brief() if on_loop and concurrency == 1 else None
         self._slowed: tuple[BatchJob, asyncio.TimerHandle, Seconds] | None = None  # and when it began to wait
         self._owed: Seconds = 0.0  # of waiting; negative where timers were late
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device is lost for this process."""
+        return self._lost.is_set()
 
     @property
     def instances(self) -> int:
@@ -217,7 +226,8 @@ class Executor:
                     job.error = refusal
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                     assert self._loop is not None
-                    self._loop.call_soon_threadsafe(self._finished, self.name, job)
+                    if not self.lost:
+                        self._loop.call_soon_threadsafe(self._finished, self.name, job)
             del job  # an idle thread must not keep a batch's tensors alive
 
     def _do(self, job: Job) -> None:
@@ -232,6 +242,8 @@ class Executor:
                 case UnloadJob():
                     self.device.unload(self._instances.pop(job.instance))
         except Exception as error:
+            if isinstance(error, DeviceLostError):
+                self._lost.set()
             job.error = error.with_traceback(None)  # a traceback would keep the batch's tensors alive
 
     def _run(self, job: BatchJob) -> None:

@@ -198,7 +198,7 @@ def _latency_row(piece: Piece, batches: Sequence[int], times: Times) -> Latency:
 
 async def _power(bench: Bench, device: str, heavy: Point, threads: int) -> tuple[Curve, str]:
     """Watts at rest and at work, where the device has a meter; an estimate for a CPU without one."""
-    probe = open_probe(device, None, alone=True)
+    probe = open_probe(device, None, servers=1)
     source = probe.sample(0.0, 0.0).energy_source
     if source == "none":
         if device.startswith("cuda"):

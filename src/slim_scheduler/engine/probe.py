@@ -2,12 +2,17 @@
 
 Sources: `counter` (the device counts joules), `integrated` (its power readings over time), `estimated` (a profile's
 power curve at the measured utilisation), `none`. Unknown is None, never zero. Probes are read on the event loop, once
-per telemetry period.
+per telemetry period; what may block is read beside it.
 """
 
+import threading
+import time
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import DeviceSampled
@@ -15,6 +20,7 @@ from slim_scheduler.core.profile import Curve
 from slim_scheduler.core.types import Joules, Seconds, Watts
 
 UTILIZATION_WINDOW: Seconds = 0.5  # method, section 3
+NVML_PERIOD: Seconds = 0.1  # as often as servers report by default
 RAPL = Path("/sys/class/powercap/intel-rapl:0")  # the first package; also on AMD
 MILLI = 1e-3
 MICRO = 1e-6
@@ -113,39 +119,65 @@ class RaplProbe:
 
 
 class NvmlProbe:
-    """A GPU through NVML (`nvml` is the module): its energy counter from Volta on, else integrated power readings."""
+    """A GPU through NVML (`nvml` is the module): its energy counter from Volta on, else integrated power readings.
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+    A call of NVML may take milliseconds, so a thread of its own reads every `period`; `sample` gives the last reading.
+    `servers` share the GPU: each is told its even share of power and energy, so that their sum is the GPU's.
+    """
+
+    def __init__(self, nvml: Any, handle: Any, servers: int = 1, period: Seconds = NVML_PERIOD) -> None:
         self._nvml = nvml
         self._handle = handle
+        self._servers = servers
         self._integral = Integral()
         self.running_power: Watts | None = None
+        self._last = DeviceSampled(0.0)
+        self._measured: float | None = None  # NVML's own utilisation
         self._start: int | None
         try:
             self._start = nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except nvml.NVMLError:
             self._start = None  # older than Volta
+        self.read(time.monotonic())
+        if period > 0:
+            threading.Thread(
+                target=_read_always, args=(weakref.ref(self), period), name="slim-nvml", daemon=True
+            ).start()
 
     def sample(self, now: Seconds, busy: float) -> DeviceSampled:
+        share = busy if self._measured is None else self._measured
+        return msgspec.structs.replace(self._last, utilization=share)
+
+    def read(self, now: Seconds) -> None:
+        """Asks NVML. `now` is of a monotonic clock."""
         nvml = self._nvml
         utilization = self._read(nvml.nvmlDeviceGetUtilizationRates)
         milliwatts = self._read(nvml.nvmlDeviceGetPowerUsage)
-        power = None if milliwatts is None else milliwatts * MILLI
+        power = None if milliwatts is None else milliwatts * MILLI / self._servers
         self.running_power = power
-        share = busy if utilization is None else utilization.gpu / 100
+        self._measured = None if utilization is None else utilization.gpu / 100
         if self._start is not None:
             count = self._read(nvml.nvmlDeviceGetTotalEnergyConsumption)
-            energy = None if count is None else (count - self._start) * MILLI
-            return DeviceSampled(share, power, energy, "none" if energy is None else "counter")
-        if power is None:
-            return DeviceSampled(share)
-        return DeviceSampled(share, power, self._integral.add(now, power), "integrated")
+            energy = None if count is None else (count - self._start) * MILLI / self._servers
+            self._last = DeviceSampled(0.0, power, energy, "none" if energy is None else "counter")
+        elif power is None:
+            self._last = DeviceSampled(0.0)
+        else:
+            self._last = DeviceSampled(0.0, power, self._integral.add(now, power), "integrated")
 
     def _read(self, function: Any) -> Any:
         try:
             return function(self._handle)
         except self._nvml.NVMLError:
             return None  # not supported here, or lost: unknown is not zero
+
+
+def _read_always(probe: "weakref.ref[NvmlProbe]", period: Seconds) -> None:
+    """Reads until nobody holds the probe any more."""
+    while (held := probe()) is not None:
+        held.read(time.monotonic())
+        del held
+        time.sleep(period)
 
 
 class Integral:
@@ -163,11 +195,11 @@ class Integral:
         return self._joules
 
 
-def open_probe(device: str, power: Curve | None, alone: bool) -> Probe:
-    """The best source there is. `alone`: no other server of this process runs on a CPU, so the meter is its own."""
+def open_probe(device: str, power: Curve | None, servers: int) -> Probe:
+    """The best source there is. `servers` of this process run on the device; a CPU's meter is only one's own."""
     if device.startswith("cuda"):
-        return _nvml_probe(device)
-    if alone and (RAPL / "energy_uj").exists():
+        return _nvml_probe(device, servers)
+    if servers == 1 and (RAPL / "energy_uj").exists():
         try:
             return RaplProbe()
         except OSError:
@@ -175,14 +207,14 @@ def open_probe(device: str, power: Curve | None, alone: bool) -> Probe:
     return NoProbe() if power is None else EstimatedProbe(power)
 
 
-def _nvml_probe(device: str) -> Probe:
+def _nvml_probe(device: str, servers: int) -> Probe:
     import pynvml
 
     from slim_scheduler.engine.devices.cuda import gpu_index, nvml_handle
 
     try:
         pynvml.nvmlInit()
-        return NvmlProbe(pynvml, nvml_handle(pynvml, gpu_index(device)))
+        return NvmlProbe(pynvml, nvml_handle(pynvml, gpu_index(device)), servers)
     except pynvml.NVMLError as error:
         raise ConfigError(
             f"device {device}: NVML does not answer ({error}); check the driver with nvidia-smi"

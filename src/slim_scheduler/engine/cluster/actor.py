@@ -50,7 +50,7 @@ class ServerActor:
     def __init__(
         self, config: Config, name: ServerName, shape: ModelShape, profiles: dict[ServerName, Profile] | None
     ) -> None:
-        self._config = on_own_gpus(config)
+        self._config = on_own_gpus(config, name)
         self._name = name
         self._shape = shape
         self._profiles = profiles
@@ -121,10 +121,9 @@ class ServerActor:
         return server
 
 
-def on_own_gpus(config: Config) -> Config:
-    """Ray shows an actor only the GPUs it was given, so the first it sees is its own."""
-    own = [
-        msgspec.structs.replace(server, device="cuda:0") if server.device.startswith("cuda") else server
-        for server in config.servers
-    ]
-    return msgspec.structs.replace(config, servers=tuple(own))
+def on_own_gpus(config: Config, name: ServerName) -> Config:
+    """The configuration of one server. Ray shows an actor only its own GPUs, so the first that it sees is its own."""
+    own = next(server for server in config.servers if server.name == name)
+    if own.device.startswith("cuda"):
+        own = msgspec.structs.replace(own, device="cuda:0")
+    return msgspec.structs.replace(config, servers=(own,))

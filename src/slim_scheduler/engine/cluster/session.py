@@ -7,6 +7,7 @@ starts again is a new life with the next incarnation.
 
 import asyncio
 import contextlib
+import os
 import time
 import warnings
 from collections import deque
@@ -49,6 +50,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 Wanted = tuple[Task, TaskId]  # and the task whose output it continues
 
+DEVICE_LOST = 3  # exit status of a server whose device is lost
 NOTHING = ((), ())  # in place of whose outputs were found, and their shape
 
 CARRIED = (BatchReported, TasksReturned, ServerReported)
@@ -277,4 +279,7 @@ class ServerLife:
         loop = asyncio.get_running_loop()
         next_at = max(at + self._period, loop.time())
         self._sampler = loop.call_at(next_at, self._sample, next_at)
-        self._take(self._server.sample(self._clock.now()))
+        sampled = self._server.sample(self._clock.now())
+        if sampled is None:
+            os._exit(DEVICE_LOST)  # no call of this process reaches the device any more; Ray starts another
+        self._take(sampled)

@@ -21,7 +21,8 @@ Rows = Sequence[tuple[Tensor, int]]
 
 
 class Device(Protocol):
-    """One CPU or GPU. `run` returns when the result is there; out of memory is always `OutOfMemoryError`."""
+    """One CPU or GPU. `run` returns when the result is there; out of memory is always `OutOfMemoryError`,
+    and a device that is lost for this process `DeviceLostError`, from then on."""
 
     name: str
     memory_limit: Bytes
@@ -53,13 +54,13 @@ class Device(Protocol):
 
 
 class MemoryLedger:
-    """Bytes taken of a limit that is never passed. Thread-safe."""
+    """Bytes taken of a limit that is never passed. Thread-safe; `give` may be called by a finaliser at any time."""
 
     def __init__(self, name: str, limit: Bytes) -> None:
         self.name = name
         self.limit = limit
         self.used = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, size: Bytes, what: str) -> None:
         with self._lock:

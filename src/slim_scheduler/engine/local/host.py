@@ -99,7 +99,8 @@ class Host:
         """Reads every device; once per telemetry period."""
         now = self.clock.now()
         for server in self.servers.values():
-            self._events.append((server.name, server.sample(now)))
+            if (sampled := server.sample(now)) is not None:
+                self._events.append((server.name, sampled))
         self._deliver()
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:

@@ -59,8 +59,9 @@ class LiveServer:
     def unload(self, command: UnloadInstance) -> None:
         self.executor.submit(UnloadJob(command.instance))
 
-    def sample(self, now: Seconds) -> DeviceSampled:
-        return self._probe.sample(now, self._meter.fraction(now))
+    def sample(self, now: Seconds) -> DeviceSampled | None:
+        """What the sensors say; nothing from a device that is lost."""
+        return None if self.executor.lost else self._probe.sample(now, self._meter.fraction(now))
 
     def finished(self, job: Job, ledger: Ledger, now: Seconds) -> ServerEvent:
         """The event that a finished job is. A batch's output is stored first."""
