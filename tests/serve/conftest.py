@@ -106,7 +106,7 @@ def serving(
         yield running
     finally:
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # without the drain delay
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:

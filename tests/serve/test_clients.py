@@ -1,6 +1,7 @@
 """The clients that people have: each runs real inference against a real server."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
 from tritonclient.utils import InferenceServerException
 
-from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient
+from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient, infer_body
+from tests.serve.wire import Wire
 
 KSERVE_PYTHON = Path(__file__).parents[2] / ".venv-kserve/bin/python"
 
@@ -168,6 +170,71 @@ def test_curl_sends_chunked_bodies_and_waits_for_continue(server, images, expect
             check=True,
         )
         assert np.allclose(np.frombuffer(done.stdout[-120:], "<f4").reshape(3, 10), expected, atol=1e-4)
+
+
+def test_curl_that_offers_http_2(server, images, expected):
+    document = {
+        "inputs": [{"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}]
+    }
+    url = f"{server.url}/v2/models/digits/infer"
+    command = ["curl", "-sS", "--fail", "--http2", "-d", json.dumps(document), url, url]
+    done = subprocess.run([*command, "-w", " %{num_connects}\n"], capture_output=True, check=True)
+    replies = [line.rpartition(b" ") for line in done.stdout.splitlines()]
+    for reply, _, _ in replies:
+        output = json.loads(reply)["outputs"][0]
+        assert np.allclose(np.reshape(output["data"], output["shape"]), expected, atol=1e-4)
+    assert [connects for _, _, connects in replies] == [b"1", b"0"], "the connection is still in step"
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="no JDK (apt install openjdk-17-jdk-headless)")
+def test_javas_http_client_that_offers_http_2(server, images, expected, tmp_path):
+    body, length = infer_body(images)
+    (tmp_path / "body").write_bytes(body)
+    program = Path(__file__).with_name("JavaClient.java")
+    url = f"{server.url}/v2/models/digits/infer"
+    done = subprocess.run(
+        ["java", program, url, tmp_path / "body", str(length), tmp_path / "reply"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["200", "HTTP_1_1", "200", "HTTP_1_1"]
+    logits = np.frombuffer((tmp_path / "reply").read_bytes()[-120:], "<f4").reshape(3, 10)
+    assert np.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("ab") is None, reason="no ab (apt install apache2-utils)")
+def test_ab_keeps_its_connections(server, images, tmp_path):
+    body, length = infer_body(images)
+    (tmp_path / "body").write_bytes(body)
+    command = ["ab", "-k", "-n", "200", "-c", "4", "-p", tmp_path / "body", "-T", "application/octet-stream"]
+    command += ["-H", f"Inference-Header-Content-Length: {length}", f"{server.url}/v2/models/digits/infer"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Complete requests:      200" in text
+    assert "Keep-Alive requests:    200" in text
+    assert "Non-2xx" not in text
+
+
+def test_http_1_0_client_keeps_its_connection(server, images, expected):
+    with Wire(server.http) as wire:
+        for image, logits in zip(images, expected, strict=True):
+            request = wire.request(image[None], connection="Keep-Alive").replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+            wire.send(request)
+            status, found = wire.answer()
+            assert status == 200
+            assert np.allclose(found, logits, atol=1e-4)
+        wire.send(request.replace(b"Keep-Alive", b"close"))
+        assert wire.answer()[0] == 200
+        assert wire.closed()
+
+
+def test_a_client_that_sends_its_end_after_the_request_is_answered(server, images, expected):
+    for turn in range(20):
+        with Wire(server.http) as wire:
+            wire.send(wire.request(images[turn % 3][None]))
+            wire.end()
+            status, logits = wire.answer()
+            assert status == 200
+            assert np.allclose(logits, expected[turn % 3], atol=1e-4)
+            assert wire.closed()
 
 
 @pytest.mark.skipif(not KSERVE_PYTHON.exists(), reason="kserve has its own environment; `make kserve` makes it")

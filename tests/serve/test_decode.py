@@ -99,7 +99,11 @@ def test_constraints_are_read(card, images):
     ("parameters", "words"),
     [
         ({"deadline_ms": float("nan")}, "infer request"),
-        ({"deadline_ms": "nan"}, "finite"),
+        ({"deadline_ms": "nan"}, "a number"),
+        ({"deadline_ms": "1e999"}, "finite"),
+        ({"deadline_ms": "5_0"}, "a number"),
+        ({"deadline_ms": "\u0665\u0660"}, "a number"),
+        ({"widths": "0.5,0.5,0_0.5,0.5"}, "a number"),
         ({"deadline_ms": -1}, "deadline_ms is -1"),
         ({"deadline_ms": 0}, "above 0"),
         ({"deadline_ms": True}, "a number"),

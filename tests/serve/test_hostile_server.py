@@ -1,6 +1,7 @@
 """Guarantees 24 to 26 for the server as a whole: sockets, framing, slow clients, floods."""
 
 import asyncio
+import json
 import socket
 import time
 
@@ -9,9 +10,13 @@ import psutil
 import pytest
 
 from slim_scheduler.client.wire import ConnectionLostError, HttpConnection
+from slim_scheduler.serve.access import Access
+from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.server import Ports, running
+from slim_scheduler.setup.config import config_from
 from tests.serve.conftest import serving
 from tests.serve.hostile import Malformed, malformed
-from tests.serve.wire import call, exchange, infer, metrics
+from tests.serve.wire import Wire, call, exchange, infer, metrics
 
 MIB = 1 << 20
 PATH = b"/v2/models/digits/infer"
@@ -167,3 +172,72 @@ def test_conservation_holds_after_all_this(server):
     received = found['slim_items_received_total{model="digits"}']
     ended = sum(value for name, value in found.items() if name.startswith("slim_items_total{"))
     assert received == ended + found['slim_items_in_flight{model="digits"}']
+
+
+async def test_answers_that_nobody_reads_are_bounded_and_hold_nobody_up(images):
+    """Clients that send one request after the other and read no answer, each of which is longer than its request."""
+    outputs = [{"name": "logits"}, {"name": "logits", "parameters": {"classification": 10}}]
+    tensor = {"name": "image", "shape": [4096, 1, 8, 8], "datatype": "UINT8"}
+    document = {"inputs": [{**tensor, "parameters": {"binary_data_size": 262144}}], "outputs": outputs}
+    text = json.dumps(document).encode()
+    fields = (b"Content-Length: %d" % (len(text) + 262144), b"Inference-Header-Content-Length: %d" % len(text))
+    request = head(b"POST", PATH, *fields) + text + bytes(262144)
+    server = {"name": "a", "device": "cpu"}
+    config = config_from({"model": {"path": "models/digits"}, "servers": [server], "router": {"name": "jsq:0.25"}})
+    async with running(config, Access(), Ports(0), limits=Limits(held_bytes=16 * MIB)) as ports:
+        wires = [await asyncio.open_connection("127.0.0.1", ports.http, limit=1 << 16) for _ in range(4)]
+        for _, writer in wires:
+            writer.write(request * 12)
+        for reader, _ in wires:
+            assert (await reader.readline()).split()[1] in (b"200", b"503")
+        for _ in range(20):
+            assert (await asyncio.to_thread(call, ports.http, "GET", "/v2/health/live"))[0] == 200
+        for _, writer in wires:
+            writer.transport.abort()
+        while (await asyncio.to_thread(infer, ports.http, images))[0] != 200:
+            await asyncio.sleep(0.01)
+
+
+def test_clients_that_leave_in_the_middle_leave_no_word_in_the_log(tmp_path, images):
+    with serving(tmp_path, "--head-timeout-s", "0.5") as server:
+        for turn in range(30):
+            with Wire(server.http) as wire:
+                wire.send(wire.request(images[:1]) * (1 + turn % 5) + wire.request(images)[: turn * 20])
+                if turn % 3 == 0:
+                    wire.end()
+                if turn % 2 == 0:
+                    wire.answer()
+        for data in (
+            b"\x00" * 100,
+            head(b"G\x00T"),
+            head(b"GET", b"//"),
+            head(b"GET", b"/v2")[:-2],
+            b"PRI * HTTP/2.0\r\n\r\n",
+        ):
+            exchange(server.http, data)
+        assert infer(server.http, images)[0] == 200
+        assert server.stop() == 0
+        assert [line for line in server.errors if " INFO " not in line] == []
+
+
+def test_a_path_of_slashes_is_no_page_and_leads_nowhere(server):
+    for path in (b"//", b"///", b"//evil.example", b"/v2//", b"/v2/models//"):
+        assert exchange(server.http, head(b"GET", path))[:12] == b"HTTP/1.1 404"
+    assert exchange(server.http, head(b"GET", b"/v2/"))[:12] == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"inputs": [%s], "inputs": [%s]}',
+        b'{"inputs": [%s], "parameters": {"width": 1, "width": 0.5}, "x": [%s]}',
+        b'{"inputs": [%s], "other": {"a": 1, "\\u0061": 2}, "x": [%s]}',
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(server, text):
+    one = b'{"name": "image", "shape": [1, 1, 8, 8], "datatype": "UINT8", "data": [' + b",".join([b"1"] * 64) + b"]}"
+    status, _, reply = call(server.http, "POST", PATH.decode(), text % (one, one))
+    assert status == 400
+    assert "twice" in reply["error"]
+    assert call(server.http, "POST", PATH.decode(), b'{"id": null, "a:b": 1, "inputs": [%s]}' % one)[0] == 200
+    assert call(server.management, "POST", "/v2/repository/index", b'{"ready": true, "ready": false}')[0] == 400

@@ -1,4 +1,4 @@
-"""Known requests wait for a process that has no time, and are taken at once by one that has."""
+"""Requests wait for a process that has no time, and are taken at once by one that has."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.http import intake
 from slim_scheduler.serve.http.front import HttpFront
-from slim_scheduler.serve.http.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, Known
-from slim_scheduler.serve.http.known import InferHead
+from slim_scheduler.serve.http.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, WaitingRequest
+from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.parameters import Asked
 from slim_scheduler.serve.refusal import Refusal
@@ -25,8 +25,6 @@ from slim_scheduler.serve.repository import Repository
 from slim_scheduler.serve.service import Service
 from slim_scheduler.setup.config import config_from
 from tests.cli.conftest import ROOT
-
-HEAD = InferHead("digits", "", 1, None, {})
 
 
 class Taken:
@@ -37,8 +35,8 @@ class Taken:
         self.ends: list[asyncio.Future[None]] = []
         self.intake = Intake(self.take, lambda: IN_HAND)
 
-    def take(self, known: Known) -> asyncio.Future[None]:
-        self.numbers.append(int(known.call.request_id))
+    def take(self, waiting: WaitingRequest) -> asyncio.Future[None]:
+        self.numbers.append(int(waiting.call.request_id))
         self.ends.append(asyncio.get_running_loop().create_future())
         return self.ends[-1]
 
@@ -50,7 +48,8 @@ class Taken:
         for number in range(count):
             call = InferenceCall(np.zeros((2, 1, 8, 8), np.float32), str(number))
             nothing: Any = None
-            self.intake.put(Known(nothing, HEAD, nothing, call, intake.time.monotonic()))
+            request = HttpRequest(read=intake.time.monotonic())
+            self.intake.put(WaitingRequest(nothing, request, nothing, call))
 
 
 class Clocks:
@@ -84,7 +83,7 @@ async def turns(clocks: Clocks, share: float) -> None:
         await asyncio.sleep(2 * PAUSE)
 
 
-async def test_known_requests_are_taken_in_order_a_batch_at_a_time():
+async def test_requests_are_taken_in_order_a_batch_at_a_time():
     taken = Taken()
     taken.put(100)
     assert taken.numbers == []
@@ -197,13 +196,24 @@ class Client:
     def __init__(self) -> None:
         self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def answer_whole(self, answer: bytes) -> None:
-        self.answered.set_result(int(answer.split(b" ", 2)[1]))
+    def answer(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> int:
+        self.answered.set_result(status)
+        return status
 
     def serve(self, inference: Any) -> asyncio.Task[None]:
         return asyncio.create_task(inference)
 
-    def learn(self, head: InferHead) -> None: ...
+
+def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyncio.Future[int]":
+    """The status of the answer to a binary request that has just been read."""
+    body, length = infer_body(images, constraints)
+    client: Any = Client()
+    headers = {b"inference-header-content-length": b"%d" % length}
+    front.take(
+        client,
+        HttpRequest("POST", path="/v2/models/digits/infer", headers=headers, body=body, read=time.monotonic()),
+    )
+    return client.answered
 
 
 @contextlib.asynccontextmanager
@@ -217,7 +227,7 @@ async def serving(slowdown: float, waiting: int = 5000) -> AsyncIterator[Service
     try:
         yield made
     finally:
-        await made.drain(5.0)
+        await made.stop(5.0)
 
 
 @pytest.fixture
@@ -230,20 +240,17 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
     nothing: Any = None
     front = HttpFront(service, nothing, Limits(), nothing)
 
-    def ask(deadline_ms: float | None, priority: int = 0) -> asyncio.Future[int]:
-        body, length = infer_body(images[:2], Constraints(deadline_ms=deadline_ms, priority=priority))
-        client: Any = Client()
-        front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
-        return client.answered
+    def asking(deadline_ms: float | None, priority: int = 0) -> asyncio.Future[int]:
+        return ask(front, images[:2], Constraints(deadline_ms=deadline_ms, priority=priority))
 
     wishes = ((2000.0, 0), (2000.0, 1), (60000.0, 0), (None, 0))
-    assert await asyncio.gather(*[ask(*wish) for wish in wishes]) == [200] * 4, "nobody waits yet"
-    first = ask(None)
+    assert await asyncio.gather(*[asking(*wish) for wish in wishes]) == [200] * 4, "nobody waits yet"
+    first = asking(None)
     time.sleep(1.2 * DEADLINE_SHARE * 2.0)
-    late = [ask(*wish) for wish in wishes]
+    late = [asking(*wish) for wish in wishes]
     assert [answer.done() for answer in late] == [True, True, False, False]
     assert await asyncio.gather(first, *late) == [200, 503, 503, 200, 200]
-    assert await ask(2000.0) == 200, "the others were taken"
+    assert await asking(2000.0) == 200, "the others were taken"
     counts = service.repository.served["digits"].counts()
     for unit, size in (("requests", 1), ("items", 2)):
         found = {outcome: count / size for outcome, count in counts[unit].items() if count}
@@ -258,21 +265,18 @@ async def test_who_would_be_late_behind_the_servers_is_refused_before_anything_i
         front = HttpFront(slow, nothing, Limits(), nothing)
         engine = slow.repository.served["digits"].engine
 
-        def ask(deadline_ms: float | None, floor: float | None = None) -> asyncio.Future[int]:
-            body, length = infer_body(images[:1], Constraints(deadline_ms=deadline_ms, accuracy_floor=floor))
-            client: Any = Client()
-            front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
-            return client.answered
+        def asking(deadline_ms: float | None, floor: float | None = None) -> asyncio.Future[int]:
+            return ask(front, images[:1], Constraints(deadline_ms=deadline_ms, accuracy_floor=floor))
 
         wishes = (1000.0, 60_000.0, None)
-        assert await ask(1000.0, floor=0.9999) == 400
-        assert await asyncio.gather(*map(ask, wishes)) == [200] * 3, "their JSON parts are known from here on"
+        assert await asking(1000.0, floor=0.9999) == 400
+        assert await asyncio.gather(*map(asking, wishes)) == [200] * 3
         running: list[asyncio.Future[int]] = []
         while engine.too_late(1.0) is None:  # until work waits, and the engine knows how long
-            running += [ask(None) for _ in range(32 if engine.fifo_length < 256 else 0)]
+            running += [asking(None) for _ in range(32 if engine.fifo_length < 256 else 0)]
             await asyncio.sleep(0.05)
         received = engine.counts["requests"]["received"]
-        answers = [*map(ask, wishes), ask(1000.0, floor=0.9999), ask(999.0)]
+        answers = [*map(asking, wishes), asking(1000.0, floor=0.9999), asking(999.0)]
         assert [answer.done() for answer in answers] == [True, False, False, False, True]
         assert engine.counts["requests"]["received"] == received, "the engine has not heard of them"
         served = slow.repository.served["digits"]
@@ -290,19 +294,16 @@ async def test_who_would_find_the_queue_full_is_refused_at_once_and_nobody_later
         front = HttpFront(service, nothing, Limits(), nothing)
         engine = service.repository.served["digits"].engine
 
-        def ask(deadline_ms: float) -> asyncio.Future[int]:
-            body, length = infer_body(images[:2], Constraints(deadline_ms=deadline_ms))
-            client: Any = Client()
-            front.take(client, InferHead("digits", "", len(body), length, {}), memoryview(body))
-            return client.answered
+        def asking(deadline_ms: float) -> asyncio.Future[int]:
+            return ask(front, images[:2], Constraints(deadline_ms=deadline_ms))
 
-        assert await ask(60_000.0) == 200, "known from here on"
+        assert await asking(60_000.0) == 200
         before = engine.counts["requests"]["rejected"]
-        first = [ask(60_000.0 + number % 2) for number in range(8)]
+        first = [asking(60_000.0 + number % 2) for number in range(8)]
         assert [answer.done() for answer in first] == [False] * 5 + [True] * 3
         late = []
         for _ in range(5):  # while those move from the intake to the engine, and on
-            late.append(ask(60_000.0))
+            late.append(asking(60_000.0))
             await asyncio.sleep(0)
         assert late[0].done(), "on the way is not gone"
         assert set(await asyncio.gather(*late)) <= {200, 503}

@@ -53,6 +53,10 @@ def test_only_clients_with_a_certificate_of_ours_are_served(certificates, tmp_pa
                 context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
             if served:
                 assert urllib.request.urlopen(url, context=context, timeout=10).status == 200
+                events = f"https://127.0.0.1:{server.http}/live/events"
+                with urllib.request.urlopen(events, context=context, timeout=30) as stream:
+                    found = [line for line in (stream.readline() for _ in range(12)) if line.startswith(b"event: ")]
+                assert found == [b"event: history\n", b"event: sample\n", b"event: sample\n", b"event: sample\n"]
             else:
                 with pytest.raises((urllib.error.URLError, OSError)):
                     urllib.request.urlopen(url, context=context, timeout=10)

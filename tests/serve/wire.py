@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from slim_scheduler.client.client import infer_body
+from slim_scheduler.client.wire import request_head
 
 
 def call(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
@@ -53,3 +54,60 @@ def metrics(port: int) -> dict[str, float]:
     _, _, text = call(port, "GET", "/metrics")
     rows = (line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, value in rows}
+
+
+class Wire:
+    """One kept connection, for bytes at any time."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20.0)
+        self._read = self._socket.makefile("rb")
+        self.host = f"127.0.0.1:{port}"
+
+    def __enter__(self) -> "Wire":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._read.close()
+        self._socket.close()
+
+    def request(self, image: np.ndarray, **fields: str) -> bytes:
+        body, length = infer_body(image)
+        head = {"inference-header-content-length": str(length)} | fields
+        return request_head("POST", "/v2/models/digits/infer", self.host, len(body), head) + body
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def end(self) -> None:
+        """Nothing more is sent; answers can still be read."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def closed(self) -> bool:
+        """The server has ended the connection, and nothing came before."""
+        return self._read.read() == b""
+
+    def answer(self) -> tuple[int, np.ndarray]:
+        """Status and logits of the next answer; no logits for an error."""
+        status = 100
+        while status == 100:
+            status = int(self._read.readline().split()[1])
+            fields = {}
+            while line := self._read.readline().strip():
+                name, _, value = line.partition(b": ")
+                fields[name] = value
+        body = self._read.read(int(fields[b"content-length"]))
+        begin = int(fields.get(b"inference-header-content-length", len(body)))
+        return status, np.frombuffer(body[begin:], "<f4")
+
+    def ask(self, image: np.ndarray) -> tuple[int, np.ndarray]:
+        self.send(self.request(image))
+        return self.answer()
+
+    def silent(self) -> bool:
+        """No further answer comes."""
+        self._socket.settimeout(0.3)
+        try:
+            return not self._socket.recv(1)
+        except TimeoutError:
+            return True

@@ -49,7 +49,10 @@ def serve(
     allow_host: Annotated[list[str] | None, typer.Option(help="A Host name that is served; repeatable.")] = None,
     allow_origin: Annotated[list[str] | None, typer.Option(help="An Origin that may ask; repeatable.")] = None,
     layout: Annotated[str, typer.Option(help="Order of an image's axes: NCHW or NHWC.")] = "NCHW",
-    grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that SIGTERM leaves to requests in flight.")] = 30.0,
+    drain_delay_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds after SIGTERM in which a server that is not ready serves on.")
+    ] = 2.0,
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that requests in flight have after that.")] = 30.0,
     head_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's head.")] = 10.0,
     body_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's body.")] = 30.0,
     router: Annotated[str | None, typer.Option("--router", "-r", help="Router; the file's by default.")] = None,
@@ -84,6 +87,7 @@ def serve(
         client_ca=str(tls_client_ca) if tls_client_ca else None,
         layout=layout,  # type: ignore[arg-type]
         seed=seed,
+        drain_delay_s=drain_delay_s,
         grace_s=grace_s,
         limits=Limits(head_timeout_s=head_timeout_s, body_timeout_s=body_timeout_s),
         announce=lambda line: print(line, flush=True),

@@ -7,18 +7,21 @@ that listens beyond this machine asks for a token or a client certificate. Nothi
 import hmac
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.serve.refusal import Kind, Refusal, quote
+from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Probes, and the page's own files: they say nothing and change nothing, so they need no token.
 OPEN_PATHS = frozenset(("/", "/v2/health/live", "/v2/health/ready", "/favicon.ico"))
 OPEN_PREFIX = "/page/"
+# A name or an address, and a port (RFC 9110, 7.2): nothing may follow that another reader takes for the name.
+HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._~%-]*))(?::[0-9]{0,5})?")
 Headers = Mapping[bytes, bytes]
 
 
@@ -89,7 +92,10 @@ class Guard:
             raise Refusal(Kind.UNAUTHENTICATED, "this server needs a token; send Authorization: Bearer TOKEN")
 
     def _check_host(self, host: bytes) -> None:
-        name = _host_name(host)
+        found = HOST.fullmatch(host)
+        if found is None:
+            raise invalid(f"Host {quote(host.decode('latin-1'))} is no host and port; send NAME:PORT or [ADDRESS]:PORT")
+        name = (found[1] or found[2]).decode("latin-1").lower()
         if name not in self._names and not (self._anywhere and _is_address(name)):
             raise Refusal(
                 Kind.FORBIDDEN, f"Host {quote(host.decode('latin-1'))} is not served here; add it with --allow-host"
@@ -115,13 +121,6 @@ def is_loopback(host: str) -> bool:
 def token_from_environment(given: str | None) -> str | None:
     """The token of the command line, or SLIM_TOKEN, which other users of the machine cannot see in a process list."""
     return given or os.environ.get("SLIM_TOKEN") or None
-
-
-def _host_name(host: bytes) -> str:
-    text = host.decode("latin-1").lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
 
 
 def _is_address(name: str) -> bool:

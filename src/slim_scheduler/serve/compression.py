@@ -15,7 +15,7 @@ INFLATE_INLINE = 256 * 1024
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
-async def inflate(body: bytes, encoding: str, limit: int) -> bytes:
+async def inflate(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     """Undoes one Content-Encoding. Raises Refusal for a broken, unknown or too large one."""
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise invalid(f"Content-Encoding {quote(encoding)} is not accepted; available: gzip, deflate, identity")
@@ -28,7 +28,7 @@ async def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     return await asyncio.get_running_loop().run_in_executor(None, inflate_now, body, encoding, limit)
 
 
-def inflate_now(body: bytes, encoding: str, limit: int) -> bytes:
+def inflate_now(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     """The same, at once. Memory stays within `limit` and a little."""
     if encoding == "deflate":
         # A zlib header is 0x78 and a checksum over two bytes; without one the data is bare deflate.

@@ -4,6 +4,7 @@ Tensors are views of the body, never copies. Every size is checked against the l
 anything is allocated for it; what does not fit is a `Refusal`. The gRPC front shares `image_from`.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from slim_scheduler.serve.http.known import LONGEST_JSON, Template, Templates
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.metadata import INPUT, OUTPUT, ModelCard
 from slim_scheduler.serve.parameters import NOTHING_ASKED, SHARED_MEMORY, Asked, OutputForm, Parameter, asked_of
@@ -24,6 +24,7 @@ Buffer = bytes | bytearray | memoryview
 DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
 LONGEST_ID = 1024
 LARGEST_INPUT = 1e6  # normalised pixels are within about 10; raw 16-bit ones are still taken
+NO_DATA = msgspec.Raw()
 
 
 class InputTensor(msgspec.Struct):
@@ -33,7 +34,7 @@ class InputTensor(msgspec.Struct):
     shape: list[Side]
     datatype: str
     parameters: Parameters | None = None
-    data: msgspec.Raw = msgspec.Raw()
+    data: msgspec.Raw = NO_DATA
 
 
 class OutputWish(msgspec.Struct):
@@ -64,7 +65,6 @@ class InferenceCall(msgspec.Struct, frozen=True):
     request_id: str = ""
     asked: Asked = NOTHING_ASKED
     outputs: tuple[OutputForm, ...] = LOGITS_AS_JSON
-    lesson: tuple[bytes, Template] | None = None  # a JSON part and its meaning, to be kept once it was answered
 
 
 _BODY = msgspec.json.Decoder(InferBody)
@@ -76,15 +76,33 @@ for _ in range(8):
     _NUMBERS.append(msgspec.json.Decoder(_kind))
 
 
-def decode_infer(
-    body: Buffer, json_length: int | None, card: ModelCard, limits: Limits, templates: Templates | None = None
-) -> InferenceCall:
-    """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none.
+class InferHeader(msgspec.Struct, frozen=True):
+    """What an infer request says beside its numbers. `size` is where the JSON part ends; `data` are the numbers as JSON
+    text, None where they follow the JSON part as bytes."""
 
-    `templates` are JSON parts of this model that were answered.
-    """
+    datatype: str
+    shape: list[int]
+    items: int
+    size: int
+    data: bytes | None = None
+    request_id: str = ""
+    asked: Asked = NOTHING_ASKED
+    outputs: tuple[OutputForm, ...] = LOGITS_AS_JSON
+
+
+def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferenceCall:
+    """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none."""
+    return call_of(read_header(body, json_length, card, limits), body, card, limits)
+
+
+def read_header(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferHeader:
+    """Reads everything of a body but the numbers, whose count and place are checked. Raises Refusal."""
     if json_length == 0:
-        return InferenceCall(_raw_image(body, card, limits), outputs=LOGITS_AS_BYTES)
+        item_bytes = card.item_elements * 4
+        if not body or len(body) % item_bytes:
+            raise invalid(f"the raw body has {len(body)} bytes; an item of {INPUT} has {item_bytes} as FP32")
+        items = len(body) // item_bytes
+        return InferHeader("FP32", [items, *card.item_shape], items, 0, outputs=LOGITS_AS_BYTES)
     size = len(body) if json_length is None else json_length
     if size > len(body):
         raise invalid(f"Inference-Header-Content-Length is {size}; the body has only {len(body)} bytes")
@@ -93,22 +111,41 @@ def decode_infer(
             Kind.TOO_LARGE,
             f"the JSON part has {size} bytes; at most {limits.json_bytes} are read, send the tensor as binary data",
         )
-    view = memoryview(body)
-    text = bytes(view[:size]) if templates is not None and size <= LONGEST_JSON else b""
-    known = templates.find(text) if templates is not None and text else None
-    if known is not None:
-        image = image_from(view, size, len(view) - size, known.datatype, known.shape, card, limits)
-        return InferenceCall(image, "", known.asked, known.outputs)
-    request = _parse(view[:size])
+    text = bytes(memoryview(body)[:size])
+    request = _parse(text)
     _check_counts(request, limits)
-    image = _image(request, view, size, card, limits)
+    if text.count(b":") != _members(request):
+        refuse_repeated_keys(text)
+    tensor = _input(request, len(body) - size, card)
+    elements = check_shape(tensor.datatype, tensor.shape, card, limits)
+    binary_size: Any = (tensor.parameters or {}).get("binary_data_size")
+    data = _json_data(tensor, elements) if binary_size is None else None
+    if binary_size is not None:
+        _check_size(binary_size, tensor.datatype, tensor.shape, elements)
+    left = len(body) - size - (binary_size or 0)
+    if left:
+        raise invalid(f"the body has {left} bytes that no input's binary_data_size accounts for")
     parameters = request.parameters or {}
-    asked, outputs = asked_of(parameters, card), _outputs(request, parameters)
-    lesson = None
-    if text and not request.id and size < len(body):
-        tensor = request.inputs[0]
-        lesson = text, Template(tensor.datatype, tensor.shape, asked, outputs, len(image))
-    return InferenceCall(image, request.id or "", asked, outputs, lesson)
+    return InferHeader(
+        tensor.datatype,
+        tensor.shape,
+        tensor.shape[0],
+        size,
+        data,
+        request.id or "",
+        asked_of(parameters, card),
+        _outputs(request, parameters),
+    )
+
+
+def call_of(header: InferHeader, body: Buffer, card: ModelCard, limits: Limits) -> InferenceCall:
+    """The call of a request whose header was read. Raises Refusal for numbers that are none."""
+    if header.data is None:
+        size = len(body) - header.size
+        image = image_from(body, header.size, size, header.datatype, header.shape, card, limits)
+    else:
+        image = _image_from_json(header, header.data, card)
+    return InferenceCall(image, header.request_id, header.asked, header.outputs)
 
 
 def image_from(
@@ -116,13 +153,15 @@ def image_from(
 ) -> np.ndarray[Any, Any]:
     """The image tensor whose bytes lie at `offset` of a buffer, as a view `(items, channels, height, width)`."""
     elements = check_shape(datatype, shape, card, limits)
-    dtype = DTYPES[datatype]
-    if size != elements * dtype.itemsize:
-        raise invalid(
-            f"input {INPUT} has {size} bytes of data; {datatype} of shape {shape} needs {elements * dtype.itemsize}"
-        )
-    image = np.frombuffer(data, dtype, elements, offset)
+    _check_size(size, datatype, shape, elements)
+    image = np.frombuffer(data, DTYPES[datatype], elements, offset)
     return _channels_first(_sensible(image), shape, card)
+
+
+def _check_size(size: int, datatype: str, shape: list[int], elements: int) -> None:
+    needed = elements * DTYPES[datatype].itemsize
+    if size != needed:
+        raise invalid(f"input {INPUT} has {size} bytes of data; {datatype} of shape {shape} needs {needed}")
 
 
 def check_shape(datatype: str, shape: list[int], card: ModelCard, limits: Limits) -> int:
@@ -168,7 +207,7 @@ def check_forms(forms: tuple[OutputForm, ...]) -> None:
             raise invalid(f"output {OUTPUT} is asked for {count} times as {what}; ask once")
 
 
-def _parse(text: memoryview) -> InferBody:
+def _parse(text: bytes) -> InferBody:
     try:
         request = _BODY.decode(text)
         if request.id is not None:
@@ -182,6 +221,38 @@ def _parse(text: memoryview) -> InferBody:
         raise invalid(f"the JSON is not an infer request: {quote(error, 200)}") from None
 
 
+def refuse_repeated_keys(text: bytes) -> None:
+    """Raises Refusal where a JSON object has a key twice: one reader takes the first, another the last."""
+    try:
+        json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # nested too deeply, or a number of thousands of digits
+        raise invalid(f"the JSON cannot be read: {quote(error, 200)}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise invalid(f"the JSON has the key {quote(key)} twice; send it once")
+    return found
+
+
+def _members(request: InferBody) -> int:
+    """How many keys the JSON has, if it has none but those that were understood. Each has one colon: where there are
+    as many colons, no key was given twice."""
+    count = 1 + (request.id is not None) + _parameters_members(request.parameters) + (request.outputs is not None)
+    for tensor in request.inputs:
+        count += 3 + (tensor.data != NO_DATA) + _parameters_members(tensor.parameters)
+    for wish in request.outputs or ():
+        count += 1 + _parameters_members(wish.parameters)
+    return count
+
+
+def _parameters_members(parameters: Parameters | None) -> int:
+    return 0 if parameters is None else 1 + len(parameters)
+
+
 def _check_counts(request: InferBody, limits: Limits) -> None:
     for what, count in (("inputs", len(request.inputs)), ("outputs", len(request.outputs or ()))):
         if count > limits.tensors:
@@ -191,40 +262,34 @@ def _check_counts(request: InferBody, limits: Limits) -> None:
             raise invalid(f"input {quote(tensor.name)} has {len(tensor.shape)} dimensions; at most {limits.rank}")
 
 
-def _image(request: InferBody, body: memoryview, start: int, card: ModelCard, limits: Limits) -> np.ndarray[Any, Any]:
-    """Finds the one input; walks the binary sections of all inputs, whose sizes must add up to the body's rest."""
-    image = None
-    offset = start
+def _input(request: InferBody, rest: int, card: ModelCard) -> InputTensor:
+    """The one input; `rest` bytes follow the JSON part."""
+    found = None
     for tensor in request.inputs:
         parameters = tensor.parameters or {}
         check_input_parameters(parameters)
         size = parameters.get("binary_data_size")
         if size is not None:
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(body) - offset:
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= rest:
                 raise invalid(
                     f"binary_data_size of input {quote(tensor.name)} is {quote(size)}; "
-                    f"{len(body) - offset} bytes of the body are left for it"
+                    f"{rest} bytes of the body are left for it"
                 )
             if bytes(tensor.data):
                 raise invalid(f"input {quote(tensor.name)} has both data and binary_data_size; send one of them")
+            rest -= size
         if tensor.name != INPUT:
             raise invalid(f"input {quote(tensor.name)} does not exist; {card.name} has one input, {INPUT}")
-        if image is not None:
+        if found is not None:
             raise invalid(f"input {INPUT} is given twice; send it once, with one item per row")
-        if size is None:
-            image = _image_from_json(tensor, card, limits)
-        else:
-            image = image_from(body, offset, size, tensor.datatype, tensor.shape, card, limits)
-            offset += size
-    if image is None:
+        found = tensor
+    if found is None:
         raise invalid(f"the request has no input; {card.name} needs {INPUT}")
-    if offset != len(body):
-        raise invalid(f"the body has {len(body) - offset} bytes that no input's binary_data_size accounts for")
-    return image
+    return found
 
 
-def _image_from_json(tensor: InputTensor, card: ModelCard, limits: Limits) -> np.ndarray[Any, Any]:
-    elements = check_shape(tensor.datatype, tensor.shape, card, limits)
+def _json_data(tensor: InputTensor, elements: int) -> bytes:
+    """The numbers as text, as many as there must be."""
     text = bytes(tensor.data)
     if not text:
         raise invalid(f"input {INPUT} has no data; send data, or binary_data_size and the bytes after the JSON")
@@ -232,16 +297,21 @@ def _image_from_json(tensor: InputTensor, card: ModelCard, limits: Limits) -> np
     count = text.count(b",") + 1
     if count != elements:
         raise invalid(f"input {INPUT} has {count} values; shape {tensor.shape} needs {elements}")
-    depth = len(text[:64].translate(None, b" \t\r\n")) - len(text[:64].translate(None, b" \t\r\n").lstrip(b"["))
-    if depth not in (1, len(tensor.shape)):
-        raise invalid(f"input {INPUT} is nested {depth} deep; send it flat, or nested as shape {tensor.shape}")
+    return text
+
+
+def _image_from_json(header: InferHeader, text: bytes, card: ModelCard) -> np.ndarray[Any, Any]:
+    start = text[:64].translate(None, b" \t\r\n")
+    depth = len(start) - len(start.lstrip(b"["))
+    if depth not in (1, len(header.shape)):
+        raise invalid(f"input {INPUT} is nested {depth} deep; send it flat, or nested as shape {header.shape}")
     try:
-        image = _as_datatype(np.asarray(_NUMBERS[depth - 1].decode(text), np.float64), tensor.datatype)
+        image = _as_datatype(np.asarray(_NUMBERS[depth - 1].decode(text), np.float64), header.datatype)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise invalid(f"data of input {INPUT}: {quote(error, 200)}") from None
-    if depth > 1 and list(image.shape) != tensor.shape:
-        raise invalid(f"data of input {INPUT} is nested as {list(image.shape)}; its shape says {tensor.shape}")
-    return _channels_first(_sensible(image), tensor.shape, card)
+    if depth > 1 and list(image.shape) != header.shape:
+        raise invalid(f"data of input {INPUT} is nested as {list(image.shape)}; its shape says {header.shape}")
+    return _channels_first(_sensible(image), header.shape, card)
 
 
 def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any, Any]:
@@ -250,15 +320,6 @@ def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any
         raise invalid(f"input {INPUT} has values that are no pixels; UINT8 holds whole numbers from 0 to 255")
     with np.errstate(over="ignore"):
         return numbers.astype(DTYPES[datatype])
-
-
-def _raw_image(body: Buffer, card: ModelCard, limits: Limits) -> np.ndarray[Any, Any]:
-    """A body without JSON is the FP32 tensor itself; its length says how many items."""
-    item_bytes = card.item_elements * 4
-    if not body or len(body) % item_bytes:
-        raise invalid(f"the raw body has {len(body)} bytes; an item of {INPUT} has {item_bytes} as FP32")
-    shape = [len(body) // item_bytes, *card.item_shape]
-    return image_from(body, 0, len(body), "FP32", shape, card, limits)
 
 
 def _sensible(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

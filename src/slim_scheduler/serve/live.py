@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from slim_scheduler.serve.service import Service, State
+from slim_scheduler.serve.service import Service
 
 PERIOD_S = 1.0
 HISTORY = 300
@@ -29,6 +29,7 @@ class Live:
         self._fresh = asyncio.Condition()
         self._before: dict[str, tuple[float, ...]] = {}
         self.viewers = 0
+        self._stopped = False
 
     async def run(self) -> None:
         """Samples once a second, until cancelled."""
@@ -38,20 +39,21 @@ class Live:
                 self._fresh.notify_all()
             await asyncio.sleep(PERIOD_S)
 
-    async def wake(self) -> None:
-        """Lets viewers see that the server is stopping."""
+    async def stop(self) -> None:
+        """Ends every view: the server stops."""
+        self._stopped = True
         async with self._fresh:
             self._fresh.notify_all()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the history, then each new sample, until the server drains."""
+        """Server-sent events: the history, then each new sample, until `stop`."""
         self.viewers += 1
         try:
             yield b"retry: 2000\nevent: history\ndata: " + msgspec.json.encode(list(self._history)) + b"\n\n"
-            while self._service.state is not State.DRAINING:
+            while not self._stopped:
                 async with self._fresh:
                     await self._fresh.wait()
-                if self._history:
+                if self._history and not self._stopped:
                     yield b"event: sample\ndata: " + msgspec.json.encode(self._history[-1]) + b"\n\n"
         finally:
             self.viewers -= 1

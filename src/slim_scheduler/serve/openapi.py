@@ -6,7 +6,7 @@ cannot say that lengths in the JSON count bytes after it.
 
 from typing import Any
 
-from slim_scheduler.serve.decode import LONGEST_ID
+from slim_scheduler.serve.decode import LARGEST_INPUT, LONGEST_ID
 from slim_scheduler.serve.metadata import INPUT, OUTPUT, PLATFORM, VERSION, ModelCard
 from slim_scheduler.serve.parameters import LOWEST_PRIORITY
 from slim_scheduler.serve.repository import Served
@@ -24,7 +24,6 @@ comma-separated, instead of `width`)."""
 Schema = dict[str, Any]
 # Parameters that nobody here knows are ignored, if they are of a kind that the protocol has.
 PARAMETER: Schema = {"type": ["string", "number", "boolean", "null", "array"], "items": {"type": "number"}}
-FP32_MAX = 3.4e38
 MOST_LABELS = 2**31
 
 
@@ -134,16 +133,26 @@ def _infer_schema(card: ModelCard) -> Schema:
         "binary_data": {"type": "boolean"},
         "classification": {"type": "integer", "minimum": 0, "maximum": MOST_LABELS},
     }
-    output = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "name": {"const": OUTPUT},
-            "parameters": {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": wished},
+
+    def output(form: Schema) -> Schema:
+        fields = {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": wished, **form}
+        return {"type": "object", "required": ["name"], "properties": {"name": {"const": OUTPUT}, "parameters": fields}}
+
+    logits: Schema = {"properties": wished | {"classification": {"const": 0}}}
+    labels: Schema = {"type": "object", "required": ["classification"]}
+    labels["properties"] = wished | {"classification": {"type": "integer", "minimum": 1, "maximum": MOST_LABELS}}
+    outputs = [
+        {"type": "null"},
+        {"type": "array", "maxItems": 1, "items": output({})},
+        {
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
+            "prefixItems": [output(logits), {**output(labels), "required": ["name", "parameters"]}],
         },
-    }
+    ]
     tensors = [
-        tensor("FP32", {"type": "number", "minimum": -FP32_MAX, "maximum": FP32_MAX}),
+        tensor("FP32", {"type": "number", "minimum": -LARGEST_INPUT, "maximum": LARGEST_INPUT}),
         tensor("UINT8", {"type": "integer", "minimum": 0, "maximum": 255}),
     ]
     return {
@@ -152,7 +161,7 @@ def _infer_schema(card: ModelCard) -> Schema:
         "properties": {
             "id": {"type": ["string", "null"], "maxLength": LONGEST_ID},
             "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": tensors}},
-            "outputs": {"type": ["array", "null"], "maxItems": 16, "items": output},
+            "outputs": {"anyOf": outputs, "description": "logits, labels, or both, once each"},
             "parameters": {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": parameters},
         },
     }

@@ -6,6 +6,7 @@ Whether the ask can be met is the service's question.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -18,6 +19,7 @@ from slim_scheduler.serve.refusal import invalid, quote
 Parameter = bool | int | float | str | list[float] | None
 
 LONGEST_DEADLINE_S = 24 * 3600.0
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 LOWEST_PRIORITY = 1000
 SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
@@ -131,6 +133,8 @@ def _whole(parameters: Mapping[str, Parameter], name: str, high: int) -> int | N
 def _finite(name: str, value: object) -> float:
     """A number, or its text (older gRPC stubs can send no floating-point parameter)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise invalid(f"{name} is {quote(value)}; it must be a number")
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip(" ")) is None:  # float() takes 5_0 and any script
         raise invalid(f"{name} is {quote(value)}; it must be a number")
     try:
         number = float(value)

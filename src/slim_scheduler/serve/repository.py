@@ -17,7 +17,6 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.serve.http.known import Templates
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
@@ -49,7 +48,6 @@ class Served:
         self.engine = engine
         self.observer = observer
         self.accuracy = _accuracy(Path(config.model.path))
-        self.templates = Templates()
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
         self._refused = {"requests": 0, "items": 0}
@@ -72,7 +70,6 @@ class Served:
         """Serves new requests with another engine; returns the old one, which must be retired."""
         old, self.engine, self.config, self.card = self.engine, engine, config, card
         self.accuracy = _accuracy(Path(config.model.path))
-        self.templates = Templates()
         self.finishing.append(old)
         return old
 

@@ -1,7 +1,8 @@
 """`slim serve`: brings the listeners up and takes them down again.
 
-Owns the order of things: a model first, then the sockets; on SIGTERM not ready, then what is in flight, then the
-engines, then the sockets, then exit 0. Everything else is the service's and the fronts'.
+Owns the order of things: a model first, then the sockets. On SIGTERM: not ready, but everything is served for
+`drain_delay_s`, in which whoever balances load can notice; then no new connections, and the last answer of each says
+so; then the engines and the sockets end, and the process exits 0. Everything else is the service's and the fronts'.
 """
 
 import asyncio
@@ -9,23 +10,20 @@ import contextlib
 import gc
 import logging
 import signal
-import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 import uvloop
 
-from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.serve.access import Access, Guard, token_from_environment
 from slim_scheduler.serve.allocator import limit_arenas
 from slim_scheduler.serve.grpc import listener as grpc_listener
 from slim_scheduler.serve.grpc.methods import management_listener, public_listener
-from slim_scheduler.serve.http.connection import connection_class, sweep_forever
-from slim_scheduler.serve.http.front import App, HttpFront
+from slim_scheduler.serve.http.front import HttpFront
+from slim_scheduler.serve.http.listener import HttpListener
 from slim_scheduler.serve.http.routes import management_routes, public_routes
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.live import Live
@@ -43,10 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# libuv accepts one connection per listening handle and turn of the loop: with one handle, new connections of a busy
-# server wait for seconds.
-ACCEPTED_AT_ONCE = 32
 GARBAGE = 20_000  # objects between two collections; requests make few cycles and many objects
+DRAIN_DELAY_S = 2.0  # Kubernetes takes a pod out of its services within about a second of its end being asked for
 CLOSING_S = 2.0  # for answers that are on their way out when everything else is done
 
 
@@ -59,14 +55,6 @@ class Ports(msgspec.Struct, frozen=True):
     management_grpc: int | None = None
 
 
-class _Listener(uvicorn.Server):
-    """uvicorn without its signal handlers: the order of stopping is ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def running(
     config: Config,
@@ -76,9 +64,15 @@ async def running(
     limits: Limits | None = None,
     layout: Layout = "NCHW",
     seed: int = 0,
+    drain_delay_s: float = 0.0,
     grace_s: float = 30.0,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[Ports]:
-    """A running server, ready when entered and drained when left. Yields the ports it really has."""
+    """A running server, ready when entered and drained when left. Yields the ports it really has.
+
+    `drain_delay_s` is how long it serves on, not ready, when left; `hurry` ends that. `grace_s` is what the requests
+    then in flight have.
+    """
     access.check()
     limits = limits or Limits()
     repository = Repository(config, _builder(seed), layout, limits.items)
@@ -90,33 +84,52 @@ async def running(
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
-    public = public_routes(service, registry, live)
-    front = HttpFront(service, Guard(access), limits, public, memory=memory)  # type: ignore[arg-type]
+    front = HttpFront(service, Guard(access), limits, public_routes(service, registry, live))  # type: ignore[arg-type]
     responses.append(front.responses)
+    inside = msgspec.structs.replace(access, host="127.0.0.1")
+    listeners: list[HttpListener] = []
+    rpc_servers: list[Any] = []  # grpc has no types
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(_listening(front, access, ports.http, limits))
-        inside = msgspec.structs.replace(access, host="127.0.0.1")
+
+        async def listening(front: HttpFront, access: Access, port: int) -> int:
+            listener = HttpListener(front, limits, memory, access)
+            listeners.append(listener)
+            stack.push_async_callback(lambda: listener.close(time.monotonic() + CLOSING_S))
+            return await listener.start(access.host, port)
+
+        async def listening_rpc(listener: grpc_listener.Listener, access: Access, port: int) -> int:
+            server, bound = await grpc_listener.start(listener, access, port, limits)
+            rpc_servers.append(server)
+            stack.push_async_callback(server.stop, CLOSING_S)
+            return bound
+
+        http = await listening(front, access, ports.http)
         management = rpc = management_rpc = None
         if ports.management is not None:
-            routes = management_routes(service)
-            manager = HttpFront(service, Guard(inside), limits, routes, inference=False)  # type: ignore[arg-type]
-            management = await stack.enter_async_context(_listening(manager, inside, ports.management, limits))
+            manager = HttpFront(service, Guard(inside), limits, management_routes(service), inference=False)  # type: ignore[arg-type]
+            management = await listening(manager, inside, ports.management)
         if ports.grpc is not None:
-            listener = public_listener(service, Guard(access), limits, memory)
-            rpc = await stack.enter_async_context(_listening_rpc(listener, access, ports.grpc, limits))
+            rpc = await listening_rpc(public_listener(service, Guard(access), limits, memory), access, ports.grpc)
         if ports.management_grpc is not None:
-            listener = management_listener(service, Guard(inside), limits, memory)
-            management_rpc = await stack.enter_async_context(
-                _listening_rpc(listener, inside, ports.management_grpc, limits)
-            )
+            managing = management_listener(service, Guard(inside), limits, memory)
+            management_rpc = await listening_rpc(managing, inside, ports.management_grpc)
         sampler = asyncio.create_task(live.run())
         try:
             yield Ports(http, rpc, management, management_rpc)
         finally:
-            log.info("draining: %d requests in flight", service.in_flight)
-            await service.drain(grace_s)
+            log.info("draining: not ready, serving on for %g s", drain_delay_s)
+            service.drain()
+            if drain_delay_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for((hurry or asyncio.Event()).wait(), drain_delay_s)
+            log.info("ending: %d requests in flight", service.in_flight)
+            until = time.monotonic() + grace_s
+            await live.stop()
+            ending = [asyncio.create_task(server.stop(grace_s)) for server in rpc_servers]  # no new calls
+            await asyncio.gather(*(listener.drain(until) for listener in listeners))
+            await service.stop(max(0.0, until - time.monotonic()))
             sampler.cancel()
-            await live.wake()
+    await asyncio.gather(*ending)
 
 
 def serve(
@@ -136,11 +149,15 @@ def serve(
     client_ca: str | None = None,
     layout: Layout = "NCHW",
     seed: int = 0,
+    drain_delay_s: float = DRAIN_DELAY_S,
     grace_s: float = 30.0,
     limits: Limits | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains and returns. Raises InputError's kinds for what cannot be served."""
+    """Serves until SIGTERM or SIGINT, then drains and returns. Raises InputError's kinds for what cannot be served.
+
+    SIGINT, or a second signal, leaves the drain delay out.
+    """
     loaded = config if isinstance(config, Config) else load_config(Path(config))
     access = Access(
         host, token_from_environment(token), certificate, key, client_ca, insecure, allow_hosts, allow_origins
@@ -149,11 +166,27 @@ def serve(
     ports = Ports(port, grpc_port, management_port, management_grpc_port)
 
     async def main() -> None:
-        stop = asyncio.Event()
+        stop, hurry = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def signalled(number: int) -> None:
+            if stop.is_set() or number == signal.SIGINT:
+                hurry.set()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        async with running(loaded, access, ports, limits=limits, layout=layout, seed=seed, grace_s=grace_s) as bound:
+            loop.add_signal_handler(number, signalled, number)
+        async with running(
+            loaded,
+            access,
+            ports,
+            limits=limits,
+            layout=layout,
+            seed=seed,
+            drain_delay_s=drain_delay_s,
+            grace_s=grace_s,
+            hurry=hurry,
+        ) as bound:
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             await stop.wait()
 
@@ -170,64 +203,6 @@ def _builder(seed: int) -> Build:
         return SlimEngine.from_config(config, seed=seed, recorder=observer)
 
     return build
-
-
-@contextlib.asynccontextmanager
-async def _listening(app: App, access: Access, port: int, limits: Limits) -> AsyncIterator[int]:
-    """One HTTP listener; yields its port."""
-    bound = _bind(access.host, port)
-    config = uvicorn.Config(
-        app,
-        http=connection_class(limits),
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        proxy_headers=False,  # what a client says about its own address is not to be believed
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=int(limits.idle_timeout_s),
-        timeout_graceful_shutdown=int(CLOSING_S),
-        backlog=2048,
-        ssl_certfile=access.certificate,
-        ssl_keyfile=access.key,
-        ssl_ca_certs=access.client_ca,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if access.client_ca else ssl.CERT_NONE,
-    )
-    # uvicorn logs every malformed request as a warning; a flood of them must not become a flood of log lines.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    server = _Listener(config)
-    accepting = [bound, *(bound.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
-    task = asyncio.create_task(server.serve(sockets=accepting))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    sweeper = asyncio.create_task(sweep_forever(server.server_state.connections))
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-        sweeper.cancel()
-
-
-@contextlib.asynccontextmanager
-async def _listening_rpc(
-    listener: grpc_listener.Listener, access: Access, port: int, limits: Limits
-) -> AsyncIterator[int]:
-    """One gRPC listener; yields its port."""
-    server, bound = await grpc_listener.start(listener, access, port, limits)
-    try:
-        yield bound
-    finally:
-        await server.stop(CLOSING_S)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
 
 
 def _addresses(access: Access, ports: Ports, model: str) -> str:

@@ -45,7 +45,8 @@ FLOAT_BYTES = 4  # an element of an input, as the engine keeps it
 class State(Enum):
     STARTING = "starting"
     SERVING = "serving"
-    DRAINING = "draining"
+    DRAINING = "draining"  # not ready, so that nobody new comes; who comes is served
+    STOPPING = "stopping"  # new work is refused
 
 
 class Service:
@@ -79,7 +80,7 @@ class Service:
         While it runs, what the engine keeps of the input and what the answer may take are reserved. Raises Refusal for
         every outcome but an answer.
         """
-        if self.state is not State.SERVING or not served.engine.running:
+        if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
         needed = call.items.size * FLOAT_BYTES + answer_size(call, served.card)
         self.memory.reserve(needed)
@@ -141,9 +142,13 @@ class Service:
             raise ConfigError(refusal.message) from None
         self.state = State.SERVING
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new work, waits for what is in flight, stops the engines. Takes at most about `grace_s`."""
+    def drain(self) -> None:
+        """Not ready from now on; requests are still served."""
         self.state = State.DRAINING
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new work, waits for what is in flight, stops the engines. Takes at most about `grace_s`."""
+        self.state = State.STOPPING
         began = time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)

@@ -1,276 +1,511 @@
-"""One client's connection: uvicorn's HTTP protocol, with limits that it leaves to others.
+"""One client's connection: an asyncio protocol on httptools, the same for every request.
 
-A short inference request goes past ASGI to `HttpFront.take` once it is whole; one whose head was served before goes
-past the parser too (`known.py`). Adds what a hostile or vanished client makes necessary: a bound on everything that is
-not body (heads, chunk framing, trailers), deadlines for slow senders and readers, and cancelling an inference whose
-client is gone. The sweep over all connections runs once a second, so none of it costs a timer per request.
+It reads requests one after the other, whole and within the limits, hands each to the front, and writes the answers in
+the order of the requests. What a request means is the front's; which connections there are, and when they must end, is
+the listener's. Time limits are looked at by the listener's sweep, so that none of them costs a timer per request.
 """
 
 import asyncio
+import contextlib
+import fcntl
+import logging
+import sys
+import termios
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Coroutine
+from enum import IntEnum
+from typing import Any, Protocol
 
-import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from slim_scheduler.serve.http.known import LONGEST_HEAD, InferHead, KnownHeads
+from slim_scheduler.serve.compression import too_large
+from slim_scheduler.serve.http.reply import Field, content_length, head_bytes, refused
+from slim_scheduler.serve.http.request import HttpRequest, check_head
 from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.memory import MemoryBudget
+from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, invalid
 
-MOST_HEADERS = 128
-SWEEP_S = 1.0
+log = logging.getLogger(__name__)
 
 
-class Connection(HttpToolsProtocol):
-    """Limits come from the class made by `connection_class`. `inference` is the task that the client waits for."""
+class ConnectionState(IntEnum):
+    """Where a connection is. A request may be answered while the next one arrives: then the answer decides."""
 
-    limits = Limits()
-    heads = KnownHeads()
+    HEAD = 0  # the first head is awaited, or a head is arriving
+    BODY = 1  # a body is arriving
+    ANSWERING = 2  # a whole request is in hand, or its answer is not all sent; what comes meanwhile waits
+    IDLE = 3  # between two requests
+    LINGERING = 4  # the last answer is out; what still comes is dropped, so that no reset overtakes the answer
+    CLOSED = 5
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.inference: asyncio.Task[Any] | None = None
-        self.gone = False
-        self._since: float | None = None  # when the request now arriving began; None between requests
-        self._in_body = False
-        self._fed = 0
-        self._body_seen = 0
-        self._unread_since: float | None = None
-        self._idle_since: float | None = None  # when the last of our own answers left
-        self._in_hand: RequestResponseCycle | None = None
-        self._between = True  # no request has begun since the last one's end
-        self._chunk = b""  # what came last, if a request begins with it
-        self._whole_in_hand = False
-        self._plain: InferHead | None = None  # of the short inference request that is arriving
-        self._learn_from = b""  # the chunk that was all of the request in hand, if its head is new
-        self._early = b""  # what came while a request was in hand
-        self._ends = False  # nothing is taken after what is in hand
-        self._broken = False  # what came after it cannot be read
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._since = time.monotonic()
-        if len(self.connections) > self.limits.connections:
-            self._refuse(503, f"{self.limits.connections} connections are open; try again later")
+HEAD, BODY, ANSWERING, IDLE, LINGERING, CLOSED = ConnectionState
+MOVES: dict[ConnectionState, tuple[ConnectionState, ...]] = {
+    HEAD: (BODY, ANSWERING, CLOSED),
+    BODY: (ANSWERING, CLOSED),
+    ANSWERING: (
+        IDLE,
+        HEAD,
+        BODY,
+        LINGERING,
+        CLOSED,
+    ),
+    IDLE: (
+        HEAD,
+        BODY,
+        ANSWERING,
+        CLOSED,
+    ),
+    LINGERING: (CLOSED,),
+    CLOSED: (),
+}
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.gone = True
-        if self.inference is not None:
-            self.inference.cancel()
-        super().connection_lost(exc)
+SLICE = 4096  # bytes given to the parser at a time where requests may end: what it reads ahead is bounded by it
+MOST_WAITING = 64 * 1024  # bytes behind the request in hand that are taken from the socket
+MOST_FIELDS = 128
+LINGER_S = 2.0
+ABSENT_S = 2.0  # an answer that takes no longer is simply sent
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+CLOSE = (b"connection", b"close")
+KEEP = (b"connection", b"keep-alive")
+
+
+class Front(Protocol):
+    """Who knows what requests mean."""
+
+    def check(self, request: HttpRequest, scheme: str) -> int:
+        """The longest body that this head may have. Raises Refusal for a request that is not served."""
+
+    def take(self, connection: "Connection", request: HttpRequest) -> None:
+        """Takes a whole request, for which it calls `answer`, `begin` and `write`, or `serve` now or later."""
+
+
+class Owner(Protocol):
+    """What a connection is told by its listener."""
+
+    front: Front
+    limits: Limits
+    memory: MemoryBudget
+    connections: "set[Connection]"
+    tasks: "set[asyncio.Task[None]]"
+    ending: bool
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection. `state` is where it is, `gone` whether the client is."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, owner: Owner) -> None:
+        self.state = HEAD
+        self._before = HEAD
+        self._owner = owner
+        self._limits = owner.limits
+        self._memory = owner.memory
+        self.scheme = "http"
+        self.peer: tuple[str, int] | None = None
+        self._parser = HttpRequestParser(self)
+        self._incoming: HttpRequest | None = None  # the request that is being read
+        self._in_hand: HttpRequest | None = None  # the one that is being answered
+        self._requests: deque[HttpRequest] = deque()  # whole ones that wait behind it
+        self._waiting = bytearray()  # what came behind them
+        self._last = False  # nothing is read after what was read
+        self._ended: float | None = None  # when the client sent its end; it may still read
+        self._advancing = False
+        self._upgrading = False
+        self._missing = 0  # bytes of the body that are still to come, where its length was said
+        self._overhead = self._body = 0  # bytes of the request being read: all, and its body's
+        self._task: asyncio.Task[None] | None = None
+        self._begun = False  # the answer in hand has its head out
+        self._since = time.monotonic()  # when this state began
+        self._unsent = 0  # bytes of answers that count as held until the socket has taken all
+        self._unsent_since = 0.0
+        self._writable: asyncio.Event | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.state is CLOSED
+
+    # ---- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
+        if transport.get_extra_info("ssl_object") is not None:
+            self.scheme = "https"
+        # To be told whenever something stays unsent. uvloop's TLS pauses at the limit, its TCP above it.
+        self.transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
+        peer = transport.get_extra_info("peername")
+        self.peer = (str(peer[0]), int(peer[1])) if peer else None
+        owner = self._owner
+        owner.connections.add(self)
+        if len(owner.connections) > self._limits.connections:
+            text = f"{self._limits.connections} connections are open; try again later"
+            self._refuse(Refusal(Kind.UNAVAILABLE, text, 1.0))
+            self._advance()
 
     def data_received(self, data: bytes) -> None:
-        if self._whole_in_hand:
-            self._early += data
-            self.flow.pause_reading()
+        if self._last:
             return
-        if self._between and self._is_idle():
-            known = self.heads.find(data)
-            if known is not None:
-                self._take_known(*known, data)
-                return
-            self._chunk = data
-        self._fed += len(data)
-        super().data_received(data)
-        # Everything that is not body: an honest request has a short head, and chunks longer than their framing.
-        if self._fed - self._body_seen > self.limits.header_bytes + self._body_seen and not self.transport.is_closing():
-            self._refuse(431, f"the head or framing has over {self.limits.header_bytes} bytes")
+        if self.state is ANSWERING:
+            self._waiting += data
+            if len(self._waiting) > MOST_WAITING:
+                self.transport.pause_reading()
+            return
+        if len(data) <= (self._missing or SLICE):
+            self._feed(data)
+        else:
+            self._waiting += data
+            self._read_waiting()
+        self._advance()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._since = time.monotonic()
-        self._idle_since = None
-        self._in_body = False
-        self._between = False
-        self.scope["slim.chunk"], self._chunk = self._chunk, b""  # type: ignore[typeddict-unknown-key]
-        self.scope["slim.connection"] = self  # type: ignore[typeddict-unknown-key]
+    def eof_received(self) -> bool:
+        self._ended = time.monotonic()
+        # What was asked is answered. TLS has no half-closed connections.
+        return self.state is ANSWERING and self.scheme == "http"
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
-            return  # a trailer must not pass for a header that was checked
-        if len(self.headers) >= MOST_HEADERS:
-            raise ValueError("too many headers")
-        super().on_header(name, value)
+    def connection_lost(self, error: Exception | None) -> None:
+        self._move(CLOSED)
+        self._owner.connections.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+        self._sent()
+        for request in (self._in_hand, *self._requests, self._incoming):
+            if request is not None:
+                self._release(request)
+        self._requests.clear()
+        self._incoming = self._in_hand = None
 
-    def on_headers_complete(self) -> None:
-        self._in_body = True
-        head = self.limits.header_bytes
-        if self._fed > head and sum(len(name) + len(value) for name, value in self.headers) > head:
-            raise ValueError("the head is too long")
-        super().on_headers_complete()
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = asyncio.Event()
+        self._unsent_since = time.monotonic()
 
-    def on_body(self, body: bytes) -> None:
-        self._body_seen += len(body)
-        super().on_body(body)
+    def resume_writing(self) -> None:
+        self._sent()
 
-    def on_message_complete(self) -> None:
-        self._since = None
-        self._in_body = False
-        self._between = True
-        self._fed = self._body_seen = 0
-        self.scope["slim.read"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
-        super().on_message_complete()
-        if self._plain is not None:
-            head, self._plain = self._plain, None
-            self._learn_from = self.scope.pop("slim.chunk")  # type: ignore[typeddict-item]
-            body, self.cycle.body = self.cycle.body, bytearray()
-            self._take(head, memoryview(body))
+    # ---- the front's side
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._in_hand = cycle
-        if cycle.more_body and cycle.keep_alive and not self.flow.write_paused:  # else uvicorn knows better
-            self._plain = self.app.plain_infer(cycle.scope)
-        if self._plain is None:
-            cycle.scope.pop("slim.chunk")  # type: ignore[typeddict-item]
-            super()._start_asgi_task(cycle, app)
-
-    # ---- short inference requests, and those whose head was served before
-
-    def _is_idle(self) -> bool:
-        answered = self.cycle is None or self.cycle.response_complete
-        return answered and not self.pipeline and not self.flow.write_paused and not self.transport.is_closing()
-
-    def learn(self, head: InferHead) -> None:
-        """Remembers the head of the request in hand, if that was one chunk from the request line to the body's end."""
-        chunk, self._learn_from = self._learn_from, b""
-        begin = len(chunk) - head.length
-        # Exactly one empty line before the body, no second request after it: nothing else can have decided.
-        if chunk.startswith(b"POST ") and chunk.find(b"\r\n\r\n", 0, LONGEST_HEAD) + 4 == begin:
-            self.heads.learn(chunk[:begin], head)
-
-    def _take_known(self, head: InferHead, begin: int, data: bytes) -> None:
-        self._since = self._idle_since = None
-        self._unset_keepalive_if_required()
-        self._take(head, memoryview(data)[begin:])
-
-    def _take(self, head: InferHead, body: memoryview) -> None:
-        self._whole_in_hand = True
-        self.app.take(self, head, body)
-
-    def serve(self, inference: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs what answers the request in hand."""
-        task = self.loop.create_task(inference)
-        self.inference = task
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    def serve(self, answering: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs what answers the request in hand; cancelled when the client is gone."""
+        task = self._task = asyncio.get_running_loop().create_task(answering)
+        self._owner.tasks.add(task)
+        task.add_done_callback(self._served)
         return task
 
-    def answer_whole(self, answer: bytes) -> None:
-        """Writes the whole answer, and goes on with what came meanwhile."""
-        self.inference = None
-        self._whole_in_hand = False
-        self._learn_from = b""
-        if self._in_hand is not None:
-            self._in_hand.response_started = self._in_hand.response_complete = True
-        if self.transport.is_closing():
-            return
-        self.transport.write(answer)
-        if self.pipeline:
-            self.on_response_complete()
-        else:
-            self.server_state.total_requests += 1
-            self._idle_since = time.monotonic()
-        if self._broken:
-            self.transport.close()
-            return
-        if self._ends:
-            super().shutdown()
-        if self._early and not self.transport.is_closing():
-            early, self._early = self._early, b""
-            if self._since is not None:
-                self._since = time.monotonic()  # it came in time, and waited here
-            self.flow.resume_reading()
-            self.data_received(early)
+    def hold(self, request: HttpRequest, body: bytes) -> None:
+        """Gives the request in hand another body, that which was in it. Raises Refusal where there is no room."""
+        self._memory.reserve(len(body))
+        request.reserved += len(body)
+        request.body = body
 
-    def shutdown(self) -> None:
-        if self._whole_in_hand or self._plain is not None:
-            self._ends = True
-        else:
-            super().shutdown()
+    def answer(self, status: int, fields: list[Field], body: bytes) -> int:
+        """Writes the whole answer to the request in hand; returns its status.
 
-    def respond(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Writes the whole answer to the request in hand; False where only uvicorn's own way will do.
-
-        That way looks at every header with two regular expressions and arms a timer after every answer, a sixth of an
-        inference's time on the event loop. These headers are the server's own, and the sweep looks for idle clients.
+        That is 503 instead where answers that clients do not read take all the memory that there is for them.
         """
-        cycle = self._in_hand
-        if (
-            cycle is None
-            or cycle.response_started
-            or cycle.disconnected
-            or cycle.more_body
-            or not cycle.keep_alive
-            or self.flow.write_paused
-        ):
-            return False
-        cycle.response_started = cycle.response_complete = True
-        self.transport.write(answer_bytes(status, fields, body))
-        cycle.message_event.set()
-        if self.pipeline:
-            self.on_response_complete()
-        else:
-            self.server_state.total_requests += 1
-            self.flow.resume_reading()
-            self._idle_since = time.monotonic()
-        return True
+        request = self._in_hand
+        if request is None:
+            return status  # the client is gone
+        try:
+            self._memory.reserve(len(body))
+        except Refusal as refusal:
+            status, fields, body = refused(refusal)
+            self._memory.used += len(body)  # little, and it must be said
+        head = head_bytes(status, (*fields, content_length(body), *self._connection_fields(request)))
+        self._write(head if request.method == "HEAD" else head + body, len(body))
+        self._finish()
+        return status
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not valid HTTP, or its head is too long")
+    def begin(self, status: int, fields: list[Field]) -> None:
+        """Writes the head of an answer in pieces."""
+        self._begun = True
+        if self._in_hand is not None:
+            self._write(head_bytes(status, (*fields, *self._connection_fields(self._in_hand))), 0)
+
+    async def write(self, data: bytes, last: bool) -> None:
+        """Writes a piece of an answer; returns when the client may have another."""
+        if not self.gone:
+            self._memory.reserve(len(data))
+            self._write(data, len(data))
+        while self._writable is not None and not self.gone:
+            await self._writable.wait()
+        if last and not self.gone:
+            self._finish()
+
+    def abort(self) -> None:
+        """Breaks the connection off: an answer cannot be completed, or there is no more time."""
+        self.transport.abort()
+
+    # ---- the listener's side
 
     def sweep(self, now: float) -> None:
         """Ends the connection if its client has been too slow."""
-        if self._since is not None and not self._whole_in_hand:
-            limit = self.limits.body_timeout_s if self._in_body else self.limits.head_timeout_s
-            if now - self._since > limit:
-                if self.inference is not None:
-                    self.inference.cancel()
-                self._refuse(408, f"the request did not arrive within {limit:g} s")
-                return
-        if self._idle_since is not None and now - self._idle_since > self.limits.idle_timeout_s:
+        if self._unsent and now - self._unsent_since > self._limits.write_timeout_s:
+            self.transport.abort()
+            return
+        spent = now - self._since
+        if self.state in (HEAD, BODY):
+            limit = self._limits.head_timeout_s if self.state is HEAD else self._limits.body_timeout_s
+            if spent > limit:
+                self._refuse(Refusal(Kind.TOO_SLOW, f"the request did not arrive within {limit:g} s"))
+                self._advance()
+        elif self.state is IDLE:
+            if spent > self._limits.idle_timeout_s:
+                self.transport.close()
+        elif self.state is LINGERING:
+            if spent > LINGER_S and not self._unsent:
+                self.transport.close()
+        elif self._ended is not None and self.state is ANSWERING:
+            # Who has sent its end may read on, or be gone, which nothing tells before something is sent to it.
+            waits = self._in_hand is not None and not self._begun and self._in_hand.version == "1.1"
+            if waits and now - self._ended > ABSENT_S:
+                self.transport.write(INTERIM)
+
+    def close_if_quiet(self, now: float, seconds: float) -> None:
+        """Ends the connection where for so long nothing has been asked or answered, and nothing has come just now."""
+        between = self.state is IDLE or (self.state is HEAD and self._incoming is None)
+        if between and now - self._since >= seconds and not _unread(self.transport):
             self.transport.close()
-        elif self.transport.get_write_buffer_size():
-            if self._unread_since is None:
-                self._unread_since = now
-            elif now - self._unread_since > self.limits.write_timeout_s:
-                self.transport.abort()
+
+    # ---- reading
+
+    def _feed(self, data: bytes) -> None:
+        self._overhead += len(data)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            self._read_again(data[upgrade.args[0] :])
+        except HttpParserError as error:
+            if not self._last:
+                self._refuse(_why(error))
+        # Everything that is not body: an honest request has a short head, and chunks longer than their framing.
+        if self._overhead - self._body > self._limits.header_bytes + self._body and not self._last:
+            text = f"the head or framing has over {self._limits.header_bytes} bytes"
+            self._refuse(Refusal(Kind.HEAD_TOO_LARGE, text))
+
+    def _read_waiting(self) -> None:
+        waiting = self._waiting
+        while waiting and not self._requests and not self._last:
+            size = self._missing or SLICE
+            piece = bytes(waiting[:size])
+            del waiting[:size]
+            self._feed(piece)
+
+    def _read_again(self, rest: bytes) -> None:
+        """Reads a request with an Upgrade field as if it had none, as a server may (RFC 9110, 7.8).
+
+        The parser takes such a request for one without a body, so a new one gets the head again, without that field.
+        """
+        request = self._incoming
+        assert request is not None
+        self._upgrading = False
+        self._parser = HttpRequestParser(self)
+        self._overhead = 0
+        lines = [b"%s %s HTTP/%s" % (request.method.encode(), request.target, request.version.encode())]
+        lines += [b"%s: %s" % field for field in request.fields if field[0] != b"upgrade"]
+        self._feed(b"\r\n".join((*lines, b"", b"")))
+        while rest and not self._last:
+            size = self._missing or SLICE
+            piece, rest = rest[:size], rest[size:]
+            self._feed(piece)
+
+    def on_message_begin(self) -> None:
+        self._incoming = HttpRequest()
+
+    def on_url(self, url: bytes) -> None:
+        assert self._incoming is not None
+        self._incoming.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        request = self._incoming
+        assert request is not None
+        if request.whole_head:
+            return  # a trailer must not pass for a header that was checked
+        if len(request.fields) >= MOST_FIELDS:
+            raise Refusal(Kind.HEAD_TOO_LARGE, f"the head has over {MOST_FIELDS} fields")
+        request.fields.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        request, parser = self._incoming, self._parser
+        assert request is not None
+        request.method = parser.get_method().decode("ascii")
+        request.version = parser.get_http_version()
+        if parser.should_upgrade() and request.method != "CONNECT":
+            self._upgrading = True
+            return
+        request.keep_alive = parser.should_keep_alive()
+        check_head(request)
+        request.limit = self._owner.front.check(request, self.scheme)
+        length = request.headers.get(b"content-length")
+        if length is not None:
+            self._missing = int(length)
+            if self._missing > request.limit:
+                raise too_large(self._missing, request.limit)
+        request.whole_head = True
+
+    def on_body(self, body: bytes) -> None:
+        request = self._incoming
+        assert request is not None
+        size = len(body)
+        if request.reserved + size > request.limit:
+            raise too_large(request.reserved + size, request.limit)
+        self._memory.reserve(size)
+        request.reserved += size
+        self._body += size
+        if self._missing:
+            self._missing -= size
+        if not request.body:
+            request.body = body
+        elif isinstance(request.body, bytearray):
+            request.body += body
         else:
-            self._unread_since = None
+            request.body = bytearray(request.body) + body
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answers without the application, and closes; what is in hand is answered first."""
-        if self._whole_in_hand:
-            self._broken = True
+    def on_message_complete(self) -> None:
+        request = self._incoming
+        if self._upgrading or request is None:
             return
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()  # in the middle of another answer there is no place for this one
+        self._incoming = None
+        self._missing = self._overhead = self._body = 0
+        request.read = time.monotonic()
+        self._requests.append(request)
+        if not request.keep_alive:
+            self._last = True
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """What is being read is answered so, in its turn, and nothing is read after it."""
+        request = self._incoming or HttpRequest()
+        self._release(request)
+        self._incoming = None
+        request.refusal, request.keep_alive = refusal, False
+        self._last = True
+        self._requests.append(request)
+
+    # ---- the order of things
+
+    def _advance(self) -> None:
+        """Takes whole requests one after the other, until one has to wait; then to the state that follows."""
+        if self._advancing:
             return
-        body = msgspec.json.encode({"error": message})
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-        if status == 503:
-            head += b"retry-after: 1\r\n"
-        self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
-        self.transport.close()
+        self._advancing = True
+        while self._in_hand is None and not self._unsent and not self.gone and not self.transport.is_closing():
+            if self._requests:
+                self._move(ANSWERING)
+                request = self._in_hand = self._requests.popleft()
+                if request.refusal is None:
+                    self._owner.front.take(self, request)
+                else:
+                    self.answer(*refused(request.refusal))
+            elif self._last:
+                self._linger()
+                break
+            elif self._waiting:
+                self._read_waiting()
+            else:
+                self._wait()
+                break
+        self._advancing = False
+
+    def _wait(self) -> None:
+        """For the next request, or the rest of one."""
+        if self._ended is not None:
+            self.transport.close()
+            return
+        if self.state is ANSWERING:
+            self.transport.resume_reading()
+        request = self._incoming
+        if request is None:
+            if self.state is ANSWERING:
+                self._move(IDLE)
+        elif not request.whole_head:
+            self._move(HEAD)
+        else:
+            if request.waits_for_continue:
+                request.waits_for_continue = False
+                if not request.reserved:
+                    self.transport.write(INTERIM)
+            self._move(BODY)
+
+    def _finish(self) -> None:
+        """The request in hand is answered."""
+        if self._in_hand is not None:
+            self._release(self._in_hand)
+        self._in_hand = None
+        self._begun = False
+        self._task = None
+        self._advance()
+
+    def _linger(self) -> None:
+        self._move(LINGERING)
+        self._waiting.clear()
+        if self._ended is not None or self.scheme == "https":
+            self.transport.close()
+        else:
+            self.transport.resume_reading()
+            self.transport.write_eof()
+
+    def _move(self, state: ConnectionState) -> None:
+        if state is self.state:
+            return
+        if state not in MOVES[self.state]:
+            raise AssertionError(f"connection: {self._before.name}, {self.state.name}, then {state.name}")
+        self._before, self.state = self.state, state
+        self._since = time.monotonic()
+
+    # ---- writing
+
+    def _connection_fields(self, request: HttpRequest) -> tuple[Field, ...]:
+        """What the client is told of the connection; decides whether this answer is the last."""
+        alone = not self._requests and self._incoming is None and not self._waiting
+        if not request.keep_alive or (alone and (self._owner.ending or self._ended is not None)):
+            self._last = True
+            return (CLOSE,)
+        return (KEEP,) if request.version == "1.0" else ()
+
+    def _write(self, data: bytes, reserved: int) -> None:
+        """`reserved` bytes of the budget are released when the socket has taken all."""
+        self.transport.write(data)
+        if self.transport.get_write_buffer_size():
+            self._unsent += reserved
+        else:
+            self._memory.release(reserved)
+
+    def _sent(self) -> None:
+        self._memory.release(self._unsent)
+        self._unsent = 0
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+        if self.state is LINGERING:
+            self._since = time.monotonic()
+        self._advance()
+
+    def _release(self, request: HttpRequest) -> None:
+        self._memory.release(request.reserved)
+        request.reserved = 0
+        request.body = b""
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._owner.tasks.discard(task)
+        if task.cancelled() and not self.gone:
+            self.transport.close()  # the server stops, and no answer will come
 
 
-def answer_bytes(status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """A whole answer, as it goes to the socket."""
-    parts = [STATUS_LINE[status]]
-    for name, value in fields:
-        parts += (name, b": ", value, b"\r\n")
-    parts += (b"\r\n", body)
-    return b"".join(parts)
+def _unread(transport: asyncio.Transport) -> int:
+    """Bytes that have come and that the event loop has not looked at."""
+    with contextlib.suppress(OSError):
+        number = transport.get_extra_info("socket").fileno()
+        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return 0
 
 
-def connection_class(limits: Limits) -> type[Connection]:
-    """The protocol class of a listener; uvicorn makes one object per connection and passes it no limits."""
-    return type("Connection", (Connection,), {"limits": limits, "heads": KnownHeads()})
-
-
-async def sweep_forever(connections: Any) -> None:
-    """Looks for slow clients once a second, until cancelled."""
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        now = time.monotonic()
-        for connection in list(connections):
-            connection.sweep(now)
+def _why(error: HttpParserError) -> Refusal:
+    """What to say of what the parser did not take, or a callback of ours refused."""
+    cause = error.__context__
+    if isinstance(cause, Refusal):
+        return cause
+    if isinstance(error, HttpParserCallbackError) and cause is not None:
+        log.error("a defect of the server, in reading a request", exc_info=cause)
+        return DEFECT
+    return invalid("the request is not valid HTTP")

@@ -3,13 +3,25 @@
 import re
 import zlib
 
-from slim_scheduler.serve.http.known import HeaderMap
 from slim_scheduler.serve.http.reply import Field
 from slim_scheduler.serve.refusal import invalid, quote
+
+HeaderMap = dict[bytes, bytes]
 
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
+# Fields with one value: two would be two answers to one question.
+SINGLE = (
+    b"host",
+    b"content-length",
+    b"transfer-encoding",
+    b"content-encoding",
+    b"expect",
+    b"inference-header-content-length",
+    b"authorization",
+    b"origin",
+)
 
 
 def whole_number(headers: HeaderMap, name: bytes) -> int | None:
@@ -30,7 +42,7 @@ def traceparent(headers: HeaderMap) -> str:
 
 def check_repeats(fields: list[Field]) -> None:
     """Two different answers to one question are how requests are smuggled past a check. Raises Refusal."""
-    for name in (b"host", b"content-length", b"inference-header-content-length", b"authorization", b"origin"):
+    for name in SINGLE:
         if sum(field == name for field, _ in fields) > 1:
             raise invalid(f"the header {name.decode()} is given twice; send it once")
 

@@ -18,10 +18,10 @@ import msgspec
 from slim_scheduler.core.dispatch.admission import Capacity
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.serve.decode import InferenceCall
-from slim_scheduler.serve.http.known import InferHead
 
 if TYPE_CHECKING:
     from slim_scheduler.serve.http.connection import Connection
+    from slim_scheduler.serve.http.request import HttpRequest
     from slim_scheduler.serve.repository import Served
 
 AT_ONCE = 32  # a full batch; more would keep answers and refusals waiting
@@ -31,17 +31,16 @@ WINDOW: Seconds = 0.02
 PAUSE: Seconds = 0.005  # longer than brief batches take
 
 
-class Known(msgspec.Struct):
-    """A request that was read whole and understood. `read`: when, on the monotonic clock."""
+class WaitingRequest(msgspec.Struct):
+    """A request that was read whole and understood."""
 
     connection: "Connection"
-    head: InferHead
+    request: "HttpRequest"
     served: "Served"
     call: InferenceCall
-    read: Seconds
 
 
-Take = Callable[[Known], "asyncio.Future[None] | None"]
+Take = Callable[[WaitingRequest], "asyncio.Future[None] | None"]
 
 
 class Intake:
@@ -58,24 +57,24 @@ class Intake:
         self._most = most
         self._in_hand = 0
         self._unanswered = 0  # items that wait or are in hand
-        self._waiting: deque[Known] = deque()
+        self._waiting: deque[WaitingRequest] = deque()
         self._pause: asyncio.TimerHandle | None = None
         self._busy = False
         self._began, self._worked = time.monotonic(), time.thread_time()
         self._capacity = Capacity(1)
 
-    def put(self, request: Known) -> None:
+    def put(self, waiting: WaitingRequest) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
         self._capacity.arrived(self._unanswered if self._busy else 0)
-        self._waiting.append(request)
-        self.items += len(request.call.items)
-        self._unanswered += len(request.call.items)
+        self._waiting.append(waiting)
+        self.items += len(waiting.call.items)
+        self._unanswered += len(waiting.call.items)
 
     def wait(self) -> Seconds:
         """How long until who comes now would be answered, as far as it depends on this process; 0 while that is not
         known and nobody waits."""
-        first = time.monotonic() - self._waiting[0].read if self._waiting else 0.0
+        first = time.monotonic() - self._waiting[0].request.read if self._waiting else 0.0
         return max(first, self._capacity.wait(self._unanswered) or 0.0)
 
     def _next(self, paused: bool = False) -> None:

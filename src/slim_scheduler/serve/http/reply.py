@@ -1,24 +1,18 @@
-"""Refusals as answers to HTTP requests: status, fields and body.
-
-`HttpFront` calls it at the edge; what is refused, and why, was decided before.
-"""
+"""Answers to HTTP requests: refusals as status, fields and body, and how a head is written."""
 
 import math
-from functools import lru_cache
+from collections.abc import Iterable
+from http import HTTPStatus
 
 import msgspec
 
-from slim_scheduler.serve.http.connection import answer_bytes
 from slim_scheduler.serve.refusal import Kind, Refusal
 
 Field = tuple[bytes, bytes]
 Reply = tuple[int, list[Field], bytes]  # status, fields, body
 
 JSON = (b"content-type", b"application/json")
-
-
-def content_length(body: bytes) -> Field:
-    return b"content-length", b"%d" % len(body)
+STATUS_LINES = {status: f"HTTP/1.1 {status} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 def refused(refusal: Refusal) -> Reply:
@@ -33,13 +27,19 @@ def refused(refusal: Refusal) -> Reply:
     return int(refusal.kind), fields, msgspec.json.encode({"error": refusal.message})
 
 
+def content_length(body: bytes) -> Field:
+    return b"content-length", b"%d" % len(body)
+
+
 def whole_seconds(retry_after: float) -> int:
     """As the field has it."""
     return max(1, math.ceil(retry_after))
 
 
-@lru_cache(1024)
-def refused_early(reason: str, retry_after: int) -> bytes:
-    """A whole answer. Beyond the peak, making refusals is a part of the work; with whole numbers many are alike."""
-    status, fields, body = refused(Refusal(Kind.UNAVAILABLE, reason, retry_after))
-    return answer_bytes(status, [*fields, content_length(body)], body)
+def head_bytes(status: int, fields: Iterable[Field]) -> bytes:
+    """An answer's head, with the empty line after it."""
+    parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]  # type: ignore[call-overload]
+    for name, value in fields:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"\r\n")
+    return b"".join(parts)

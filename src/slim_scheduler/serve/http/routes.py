@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slim_scheduler.serve.http.body import Disconnected, read_body
+from slim_scheduler.serve.decode import refuse_repeated_keys
 from slim_scheduler.serve.live import MOST_VIEWERS, Live
-from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.openapi import document
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.serve.service import Service
@@ -35,7 +34,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-SMALL_BODY = 64 * 1024
+SMALL_BODY = 64 * 1024  # bytes: names, and nothing else
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -196,7 +195,9 @@ async def _unsupported(request: Request) -> Response:
 
 
 def _application(routes: list[Route]) -> Starlette:
-    return Starlette(routes=routes, exception_handlers={Refusal: _refusal, HTTPException: _http_error})
+    application = Starlette(routes=routes, exception_handlers={Refusal: _refusal, HTTPException: _http_error})
+    application.router.redirect_slashes = False  # a redirect would lose a POST's body
+    return application
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -216,13 +217,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request, kind: Any) -> Any:
-    """A small JSON body, read within a limit; an empty one has every default."""
+    """A small JSON body; an empty one has every default."""
+    text = await request.body()
     try:
-        text = await read_body(request.receive, None, SMALL_BODY, MemoryBudget(1 << 30))
-    except Disconnected:
-        raise invalid("the body is incomplete") from None
-    try:
-        return msgspec.json.decode(text or b"{}", type=kind)
+        wish = msgspec.json.decode(text or b"{}", type=kind)
+        refuse_repeated_keys(text or b"{}")
+        return wish
     except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError) as error:
         raise invalid(f"the JSON is not what is expected: {quote(error, 200)}") from None
 
