@@ -64,7 +64,8 @@ class Enlarged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.interpolate(x, (self.pixels, self.pixels), mode="bilinear", align_corners=False)
-        return self.net(x.contiguous(memory_format=torch.channels_last))
+        features = self.net.extract_features(x.contiguous(memory_format=torch.channels_last))
+        return self.net._fc(self.net._dropout(features.mean(dim=(2, 3))))
 
 
 class Depthwise(torch.autograd.Function):
@@ -272,14 +273,13 @@ class Run:
         return float(loss.detach()), torch.autograd.grad(loss, list(replica.parameters()))
 
     def record(self, losses: list[float], images: Images) -> None:
-        self.model.pixels = self.options.sizes[-1][1]
         top1 = accuracy(self.model, images, self.workers, self.options.bf16)
         epoch = self.state.step / self.views.per_epoch
         record = EpochRecord(
             round(epoch, 2),
             round(self.state.seconds, 1),
             round(float(np.mean(losses)), 4),
-            self.options.sizes[-1][1],
+            self.model.pixels,
             {"teacher": round(top1, 4)},
         )
         self.state.history.append(record)

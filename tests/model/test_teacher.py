@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import sys
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -14,10 +16,12 @@ from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.card import recipe_text
 from slim_scheduler.model.data import load_data
+from slim_scheduler.model.family_import import import_family
 from slim_scheduler.model.fit import fit
 from slim_scheduler.model.presets import Recipe
 from slim_scheduler.model.sandwich import distillation
 from slim_scheduler.model.teacher import TeacherManifest, load_teacher, write_teacher
+from tests.model.onnx_networks import family_files, reference
 from tests.model.test_fit import TINY, InterruptedRunError, weights
 
 DIGITS = tuple(str(digit) for digit in range(10))
@@ -191,14 +195,14 @@ def test_decoupled_distillation_weighted_by_the_teachers_doubt_is_the_plain_one(
         (lambda f: edit(f, format=9), r"has format 9, this version reads 1"),
         (lambda f: edit(f, mean=[0.1, 0.2]), r"must have 1 entries, one per channel"),
         (lambda f: edit(f, std=[0.0]), r"standard deviations above 0"),
-        (lambda f: write_teacher(f, b"no network", manifest()), r"is no network that onnxruntime runs"),
-        (lambda f: write_teacher(f, brightness_network(batch=2), manifest()), r"takes batches of 2 alone"),
+        (lambda f: write_teacher(f, b"no network", manifest()), r"is no ONNX file, or is truncated"),
+        (lambda f: edit(f, classes=["0", "1"]), r"takes 1x8x8 and knows 10 classes, its teacher.json says 1x8x8 and 2"),
     ],
 )
 def test_what_cannot_teach_is_refused_in_one_line(tmp_path, damage, message):
     write_teacher(tmp_path, brightness_network(), manifest())
     damage(tmp_path)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         load_teacher(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -218,10 +222,32 @@ def test_a_teacher_of_something_else_is_refused_before_training(tmp_path, change
     assert not (tmp_path / "out").exists()
 
 
-def test_a_network_with_other_answers_than_its_manifest_says_is_refused(tmp_path):
-    write_teacher(tmp_path, brightness_network(), manifest(classes=DIGITS[:7]))
-    with pytest.raises(CheckpointError, match=r"answers \(2, 10\), 2 items of 7 classes were asked"):
-        load_teacher(tmp_path).logits(torch.zeros(2, 1, 8, 8), (0.0,), (1.0,))
+def test_the_last_rank_of_a_family_teaches_and_what_it_has_seen_is_unknown(tmp_path):
+    files = family_files(tmp_path)
+    family = import_family(files, tmp_path / "family", None)
+    teacher = load_teacher(tmp_path / "family")
+    last = next(path for path in files if path.stem == family.variants[-1].name)
+    images = np.random.default_rng(0).standard_normal((5, 1, 8, 8)).astype(np.float32)
+    expected = reference(onnx.load(last), (images * 0.5 + 0.2 - np.array(family.mean)) / np.array(family.std))
+    answers = teacher.logits(torch.from_numpy(images), (0.2,), (0.5,))
+    np.testing.assert_allclose(answers.numpy(), expected, rtol=1e-3, atol=1e-3)
+    assert teacher.record.outside_data.startswith("unknown")
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    write_teacher(tmp_path, brightness_network(), manifest())
+    monkeypatch.delitem(sys.modules, "slim_scheduler.model.graph_session", raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(InputError, match=r'onnxruntime is not installed; pip install "slim-scheduler\[onnx\]"'):
+        load_teacher(tmp_path)
+
+
+def test_a_teacher_that_takes_one_batch_size_is_asked_in_parts(tmp_path):
+    write_teacher(tmp_path / "any", brightness_network(), manifest())
+    write_teacher(tmp_path / "two", brightness_network(batch=2), manifest())
+    images = torch.rand(5, 1, 8, 8)
+    answers = [load_teacher(tmp_path / name).logits(images, (0.0,), (1.0,)) for name in ("any", "two")]
+    torch.testing.assert_close(answers[0], answers[1])
 
 
 def edit(folder, **changes):

@@ -1,12 +1,12 @@
 """A finished network whose answers another one is trained on: `slim fit --teacher FOLDER`.
 
-A folder holds either a network of this project (its widest width tuple teaches) or any ONNX file with a teacher.json
-beside it. What a teacher has seen, outside data above all, goes into the manifest of whoever learns from it.
+A folder holds a model, slimmable or a family, of which the widest teaches, or one ONNX file with a teacher.json beside
+it. What a teacher has seen, outside data above all, goes into the manifest of whoever learns from it.
 """
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -15,15 +15,18 @@ from torch.nn import functional
 
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
-from slim_scheduler.model.checkpoint import TeacherRecord
+from slim_scheduler.model.checkpoint import Manifest, TeacherRecord
+from slim_scheduler.model.folder import load_manifest, load_model
+from slim_scheduler.model.protocol import SlimmableModel
 
 if TYPE_CHECKING:
-    import onnxruntime
+    from slim_scheduler.model.family import Family
 
 FORMAT = 1
 NETWORK, MANIFEST = "network.onnx", "teacher.json"
 MOST_MANIFEST_BYTES = 1 << 20
 MOST_NETWORK_BYTES = 1 << 30
+UNKNOWN = "unknown (an imported network)"
 
 
 class TeacherManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,27 +54,32 @@ class TeacherManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     top1: float | None = None
 
 
-class Network(Protocol):
-    """What computes a teacher's logits. Safe to call from several threads."""
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) as this network normalises them -> logits (batch, classes)."""
-        ...
-
-
 class Teacher:
-    """A network with its normalisation, asked about images that are normalised by the learner's statistics."""
+    """A model at its widest, asked about images that are normalised by the learner's statistics.
+
+    `classes`, `mean` and `std` are the model's own. Runs on `device` with one compute thread per caller: training
+    already splits a batch over workers.
+    """
 
     def __init__(
         self,
-        network: Network,
+        model: SlimmableModel,
         record: TeacherRecord,
         classes: tuple[str, ...],
-        item_shape: tuple[int, ...],
-        statistics: tuple[tuple[float, ...], tuple[float, ...]],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: str = "cpu",
     ) -> None:
-        self.record, self.classes, self.item_shape = record, classes, item_shape
-        self._network, self._statistics = network, statistics
+        self.record, self.classes, self.item_shape = record, classes, tuple(model.item_shape)
+        self._statistics, self._device, self._width = (mean, std), device, model.widths[-1]
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._slices = [model.slice(segment, self._width, device) for segment in range(model.segments)]
+        finally:
+            torch.set_num_threads(before)
+        for piece in self._slices[1:]:
+            piece.build_variant(self._width)
 
     def check(self, classes: tuple[str, ...], item_shape: tuple[int, ...]) -> None:
         """Raises InputError unless it can teach a network of these classes and items."""
@@ -92,23 +100,25 @@ class Teacher:
         shift, scale = (images.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
         size = self.item_shape[1:]
         with torch.no_grad():
-            views = (images * scale + shift - own_mean) / own_std
-            if tuple(views.shape[2:]) != size:
-                views = functional.interpolate(views, size, mode="bilinear", align_corners=False)
-            return self._network(views).float()
+            x = (images * scale + shift - own_mean) / own_std
+            if tuple(x.shape[2:]) != size:
+                x = functional.interpolate(x, size, mode="bilinear", align_corners=False)
+            x = x.to(self._device)
+            for segment, piece in enumerate(self._slices):
+                x = piece.run(x, self._width if segment else None)
+            return x.float().to(images.device)
 
 
 def load_teacher(folder: str | Path, device: str = "cpu") -> Teacher:
-    """The teacher of a folder. Raises CheckpointError, one line; InputError where onnxruntime is missing."""
+    """The teacher of a folder; ONNX networks run on the CPU. Raises InputError and below, one line."""
     folder = Path(folder)
-    if (folder / MANIFEST).is_file():
-        return _onnx_teacher(folder, device)
-    if not (folder / checkpoint.MANIFEST).is_file():
-        raise CheckpointError(
-            f"teacher {folder} has neither {checkpoint.MANIFEST} nor {MANIFEST}; give a folder that `slim fit` wrote, "
-            f"or {NETWORK} with {MANIFEST} (docs/distillation.md)"
-        )
-    return _slimmable_teacher(folder, device)
+    try:
+        return _onnx_teacher(folder) if (folder / MANIFEST).is_file() else _model_teacher(folder, device)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"teacher {folder} holds ONNX networks, and {error.name} is not installed; "
+            'pip install "slim-scheduler[onnx]"'
+        ) from None
 
 
 def write_teacher(folder: str | Path, network: bytes, manifest: TeacherManifest) -> None:
@@ -121,48 +131,31 @@ def write_teacher(folder: str | Path, network: bytes, manifest: TeacherManifest)
     checkpoint.replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
-def _slimmable_teacher(folder: Path, device: str) -> Teacher:
-    """A network of the model protocol, at its widest."""
-    manifest = checkpoint.load_manifest(folder)
-    model = checkpoint.load(folder, device)
-    slices = [model.slice(segment, model.widths[-1], device) for segment in range(model.segments)]
-    for piece in slices[1:]:
-        piece.build_variant(model.widths[-1])
-
-    def run(images: Tensor) -> Tensor:
-        x = images
-        for segment, piece in enumerate(slices):
-            x = piece.run(x, model.widths[-1] if segment else None)
-        return x
-
-    training = manifest.training
+def _model_teacher(folder: Path, device: str) -> Teacher:
+    if not (folder / checkpoint.MANIFEST).is_file():
+        raise CheckpointError(
+            f"teacher {folder} has neither {checkpoint.MANIFEST} nor {MANIFEST}; give a model's folder, or "
+            f"{NETWORK} with {MANIFEST} (docs/distillation.md)"
+        )
+    manifest, model = load_manifest(folder), load_model(folder)
+    training = manifest.training if isinstance(manifest, Manifest) else None
+    outside = training.outside_data if training else UNKNOWN
     widest = ",".join(f"{model.widths[-1]:g}" for _ in range(model.segments))
     record = TeacherRecord(
-        name=folder.resolve().name,
+        name=model.name,
         sha256=manifest.weights_sha256,
         data=training.data if training else "",
         seed=training.seed if training else 0,
         held_out=training.recipe.held_out if training else 0.0,
-        outside_data=training.outside_data if training else "",
+        outside_data=outside,
         top1=manifest.accuracy.get("held-out", {}).get(widest),
     )
-    return Teacher(run, record, manifest.classes, manifest.shape.item_shape, (manifest.mean, manifest.std))
+    where = device if isinstance(manifest, Manifest) else "cpu"
+    return Teacher(model, record, manifest.classes, manifest.mean, manifest.std, where)
 
 
-def _onnx_teacher(folder: Path, device: str) -> Teacher:
+def _onnx_teacher(folder: Path) -> Teacher:
     manifest = _read_manifest(folder / MANIFEST)
-    session = _session(folder / NETWORK, manifest, device)
-    entry = session.get_inputs()[0].name
-
-    def run(images: Tensor) -> Tensor:
-        (logits,) = session.run(None, {entry: images.cpu().contiguous().numpy()})
-        if logits.shape != (len(images), len(manifest.classes)):
-            raise CheckpointError(
-                f"{folder / NETWORK} answers {logits.shape}, {len(images)} items of {len(manifest.classes)} classes "
-                f"were asked; its {MANIFEST} is of another network"
-            )
-        return torch.from_numpy(logits).to(images.device)
-
     record = TeacherRecord(
         name=manifest.name,
         sha256=manifest.network_sha256,
@@ -172,7 +165,8 @@ def _onnx_teacher(folder: Path, device: str) -> Teacher:
         outside_data=manifest.outside_data,
         top1=manifest.top1,
     )
-    return Teacher(run, record, manifest.classes, manifest.item_shape, (manifest.mean, manifest.std))
+    family = _family_of_one(folder / NETWORK, manifest)
+    return Teacher(family, record, manifest.classes, family.manifest.mean, family.manifest.std)
 
 
 def _read_manifest(path: Path) -> TeacherManifest:
@@ -193,14 +187,10 @@ def _read_manifest(path: Path) -> TeacherManifest:
     return manifest
 
 
-def _session(path: Path, manifest: TeacherManifest, device: str) -> "onnxruntime.InferenceSession":
-    """One compute thread: training already splits a batch over workers. Size and hash come before loading."""
-    try:
-        import onnxruntime
-    except ImportError:
-        raise InputError(
-            f"teacher {path.parent} is an ONNX network; `pip install slim-scheduler[onnx]` to run it"
-        ) from None
+def _family_of_one(path: Path, manifest: TeacherManifest) -> "Family":
+    """One checked ONNX file as a family of one rank. Size and hash come before it is parsed."""
+    from slim_scheduler.model import family, onnx_file
+
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; a teacher's folder holds {NETWORK} and {MANIFEST}")
     size = path.stat().st_size
@@ -215,21 +205,41 @@ def _session(path: Path, manifest: TeacherManifest, device: str) -> "onnxruntime
         raise CheckpointError(
             f"{path} has SHA-256 {found[:16]}..., its {MANIFEST} says {manifest.network_sha256[:16]}...; it was changed"
         )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    wanted = ["CUDAExecutionProvider"] if device.startswith("cuda") else []
-    providers = [p for p in (*wanted, "CPUExecutionProvider") if p in onnxruntime.get_available_providers()]
-    try:
-        session = onnxruntime.InferenceSession(raw, options, providers=providers)
-    except Exception as error:  # onnxruntime's own exceptions have no common base but Exception
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} is no network that onnxruntime runs ({reason}); export it again") from None
-    shape = session.get_inputs()[0].shape
-    if len(session.get_inputs()) != 1 or len(session.get_outputs()) != 1 or len(shape) != 4:
-        raise CheckpointError(f"{path} must have one input (batch, channels, height, width) and one output, logits")
-    if isinstance(shape[0], int):
-        raise CheckpointError(f"{path} takes batches of {shape[0]} alone; export it with a dynamic batch")
-    return session
+    channels, height, width = manifest.item_shape
+    graph = onnx_file.check_onnx(path, raw, (height, width))
+    facts = graph.facts
+    if (facts.channels, *facts.size, facts.classes) != (channels, height, width, len(manifest.classes)):
+        raise CheckpointError(
+            f"{path} takes {facts.channels}x{facts.size[0]}x{facts.size[1]} and knows {facts.classes} classes, its "
+            f"{MANIFEST} says {channels}x{height}x{width} and {len(manifest.classes)}; it is of another network"
+        )
+    variant = family.Variant(
+        name=manifest.name,
+        file=NETWORK,
+        sha256=manifest.network_sha256,
+        bytes=size,
+        source="onnx",
+        dtype=facts.dtype,
+        layout=facts.layout,
+        size=facts.size,
+        batch=facts.batch,
+        mean=manifest.mean,
+        std=manifest.std,
+        weight_bytes=facts.weight_bytes,
+        workspace_bytes=facts.workspace_bytes,
+        macs=facts.macs,
+        cost_s=0.0,
+    )
+    alone = family.FamilyManifest(
+        format=family.FORMAT,
+        kind="family",
+        shape=family.family_shape(manifest.name, (variant,), manifest.item_shape, facts.classes),
+        classes=manifest.classes,
+        mean=manifest.mean,
+        std=manifest.std,
+        variants=(variant,),
+    )
+    return family.Family(manifest.name, alone, (graph.content,))
 
 
 def _few(classes: tuple[str, ...]) -> str:
