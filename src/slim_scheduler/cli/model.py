@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 ModelFolder = Annotated[Path, typer.Option("--model", "-m", help="Folder of a checkpoint, as `slim fit` writes it.")]
 Data = Annotated[str, typer.Option("--data", "-d", help="digits, a cifar-100-binary folder, or class folders.")]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda:N.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda:N, openvino:CPU or onnxruntime:CPU.")]
+Precision = Annotated[str, typer.Option("--precision", help="fp32, or bf16 or fp16 where the device has it.")]
 
 
 def add(app: typer.Typer) -> None:
@@ -130,18 +131,25 @@ def measure(
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of the server.")] = 1,
     busy: Annotated[int, typer.Option("--busy", min=0, help="Further servers that compute meanwhile.")] = 0,
+    precision: Precision = "fp32",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds over all points, 4 runs each or more.")] = 5,
     as_json: Json = False,
 ) -> None:
     """A device's profile: latency, memory and power."""
     from slim_scheduler.engine.measure import measure as take
-    from slim_scheduler.setup.profiles import write_profile
+    from slim_scheduler.setup.profiles import profile_name, write_profile
 
     with progress(f"measuring {device}") as show:
         profile = take(
-            model, device, threads=threads, busy=busy, rounds=rounds, progress=lambda done, of: show(done / of)
+            model,
+            device,
+            threads=threads,
+            busy=busy,
+            rounds=rounds,
+            precision=precision,
+            progress=lambda done, of: show(done / of),
         )
-    path = out or Path("profiles") / f"{device.partition(':')[0]}-{profile.model}.json"
+    path = out or Path("profiles") / profile_name(device, precision, profile.model)
     write_profile(profile, path)
     if as_json:
         print(path.read_text())

@@ -68,10 +68,12 @@ def live_server(
         threads=server.threads,
         max_batch=server.max_batch,
         memory_limit=int(server.vram_budget_gib * GIB),
+        precision=server.precision,
     )
-    executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and device.name == "cpu")
+    executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and server.on_cpu)
     power = profile.power if profile is not None and profile.power_source != "none" else None
-    probe = open_probe(server.device, power, sum(other.device == server.device for other in config.servers))
+    sharing = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
+    probe = open_probe(server.device, power, len(sharing))
     return LiveServer(scheduler, executor, probe, server.credit, shape.segments)
 
 

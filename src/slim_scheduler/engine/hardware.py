@@ -2,6 +2,7 @@
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,6 +29,9 @@ def versions(device: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
     if device.startswith("cuda"):
         found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+    engine = device.partition(":")[0]
+    if engine in ("onnxruntime", "openvino"):
+        found[engine] = version(engine)
     return found
 
 

@@ -45,9 +45,10 @@ def measure(
     busy: int = 0,
     rounds: int = ROUNDS,
     memory_gib: float = 8.0,
+    precision: str = "fp32",
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of `device` (`cpu`, `cuda:N`) for the network in `model_dir`.
+    """The profile of `device`, as a configuration names it, for the network in `model_dir`.
 
     `busy` further servers of this process compute meanwhile: as many as there will be beside it.
     """
@@ -55,7 +56,7 @@ def measure(
     return asyncio.run(
         measure_model(
             model, device, batches=batches, threads=threads, slowdowns=(1.0,) * (1 + busy), rounds=rounds,
-            memory_gib=memory_gib, progress=progress,
+            memory_gib=memory_gib, precision=precision, progress=progress,
         )
     )  # fmt: skip
 
@@ -70,11 +71,19 @@ async def measure_model(
     only: WidthTuple | None = None,
     rounds: int = ROUNDS,
     memory_gib: float = 8.0,
+    precision: str = "fp32",
     progress: Progress | None = None,
 ) -> Profile:
     """`measure` for a network in memory, on a running event loop, with one server per entry of `slowdowns`."""
     measurement = Measurement(
-        model, device, batches=batches, threads=threads, slowdowns=slowdowns, only=only, memory_gib=memory_gib
+        model,
+        device,
+        batches=batches,
+        threads=threads,
+        slowdowns=slowdowns,
+        only=only,
+        memory_gib=memory_gib,
+        precision=precision,
     )
     total = measurement.points * rounds * VISITS
     done = 0
@@ -106,15 +115,18 @@ class Measurement:
         slowdowns: Sequence[float] = (1.0,),
         only: WidthTuple | None = None,
         memory_gib: float = 8.0,
+        precision: str = "fp32",
     ) -> None:
         self._device = device
+        self._precision = precision
         self._shape = shape_of(model)
         self._batches = tuple(batches)
         self._threads = threads
         self._pieces = list(_pieces(self._shape) if only is None else _pieces_of(only))
         limit = int(memory_gib * 2**30)
         self._benches = [
-            Bench(model, self._shape, device, threads, max(batches), limit, slowdown) for slowdown in slowdowns
+            Bench(model, self._shape, device, threads, max(batches), limit, slowdown, precision)
+            for slowdown in slowdowns
         ]
         self._crowd = Crowd(self._benches, self._pieces, self._batches)
         self._loads: dict[tuple[int, Width], Seconds] = {}
@@ -168,7 +180,7 @@ class Measurement:
             memory_bytes=_memory(self._device),
             power=power,
             power_source=power_source,
-            notes=_notes(self._device, self._threads, len(self._benches) - 1, runs),
+            notes=_notes(self._device, self._precision, self._threads, len(self._benches) - 1, runs),
             versions=versions(self._device),
         )
 
@@ -238,8 +250,8 @@ def _memory(device: str) -> Bytes:
     return int(psutil.virtual_memory().total)
 
 
-def _notes(device: str, threads: int, busy: int, runs: int) -> str:
-    how = f"{runs} runs of each batch or more, from submission to completion"
+def _notes(device: str, precision: str, threads: int, busy: int, runs: int) -> str:
+    how = f"{device} {precision}, {runs} runs of each batch or more, from submission to completion"
     where = "" if device.startswith("cuda") else f", {threads} thread{'s' if threads > 1 else ''} per server"
     crowd = f"; {busy} other servers of the process computed meanwhile" if busy else ""
     return how + where + crowd

@@ -53,9 +53,16 @@ class Bench:
         max_batch: int,
         limit: Bytes,
         slowdown: float,
+        precision: str = "fp32",
     ) -> None:
         self.device: Device = open_device(
-            device, model, shape, threads=threads, max_batch=max_batch, memory_limit=limit
+            device,
+            model,
+            shape,
+            threads=threads,
+            max_batch=max_batch,
+            memory_limit=limit,
+            precision=precision,
         )
         self._model = model
         self._shape = shape
@@ -116,7 +123,7 @@ class Bench:
         """Random activations where a batch finds them: inputs on the host, the others on the device."""
         if (segment, previous) not in self._inputs:
             item = self._model.item_shape if previous is None else self._model.activation_shape(segment - 1, previous)
-            where = "cpu" if previous is None else self.device.name
+            where = self.device.name if previous is not None and self.device.name.startswith("cuda") else "cpu"
             parts = [torch.randn(TOGETHER, *item).to(where) for _ in range(-(-self._max_batch // TOGETHER))]
             self._inputs[segment, previous] = [(part, row) for part in parts for row in range(TOGETHER)]
         return self._inputs[segment, previous]

@@ -64,14 +64,15 @@ def standardize(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    if is_small(x, weight, stride):
+    if not torch.onnx.is_in_onnx_export() and is_small(x, weight, stride):
         return convolve_small(x, weight, stride)
     return functional.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, channels_per_group: int) -> Tensor:
     # not functional's, whose check of the batch size cannot be traced
-    return torch.group_norm(x, x.shape[1] // channels_per_group, weight, bias, NORM_EPS)
+    channels = int(x.shape[1]) if torch.onnx.is_in_onnx_export() else x.shape[1]  # an attribute of ONNX's operator
+    return torch.group_norm(x, channels // channels_per_group, weight, bias, NORM_EPS)
 
 
 def activate(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One server: one device with its greedy scheduler (the paper's Algorithm 1)."""
 
     name: Annotated[ServerName, key("user", "its name, in records, answers and metrics")]
-    device: Annotated[str, key("user", "live: `cpu` or `cuda:N`; simulated: a profile's name or file")]
+    device: Annotated[str, key("user", "live: `cpu`, `cuda:N` or an engine (docs/engines.md); simulated: a profile")]
     profile: Annotated[str | None, key("user", "profile of a live device; none: profiles/DEVICE-MODEL.json")] = None
     max_batch: Annotated[int, key("user", "most tasks of one key that run together (B_max)", above=0)] = 32
     vram_budget_gib: Annotated[float, key("user", "memory that instances and batches may take (M_max)", above=0)] = 10.0
@@ -80,13 +80,21 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slowdown: Annotated[
         float, key("user", "takes so many times as long; live it waits without using the CPU, counted busy", above=0)
     ] = 1.0
-    threads: Annotated[int, key("user", "CPU threads of a live `cpu` server", above=0)] = 1
+    threads: Annotated[int, key("user", "CPU threads of a live server on a CPU", above=0)] = 1
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], key("user", "what a live device computes in; more than fp32 on engines alone")
+    ] = "fp32"
     num_gpus: Annotated[float | None, key("user", "Ray: GPUs that it needs; none: 1 for cuda devices", least=0)] = None
     resources: Annotated[dict[str, float], key("user", "Ray: what its machine must have, such as {gtx980ti = 1}")] = {}
 
     @property
     def concurrency(self) -> int:
-        return self.max_concurrent_batches or (1 if self.device.startswith("cpu") else 2)
+        return self.max_concurrent_batches or (1 if self.on_cpu else 2)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on this process's own cores."""
+        return self.device.startswith("cpu") or self.device.endswith(":CPU")
 
     @property
     def credit(self) -> int:

@@ -21,3 +21,9 @@ def read_profile(path: Path) -> Profile:
 def write_profile(profile: Profile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def profile_name(device: str, precision: str, model: str) -> str:
+    """The file of a device's profile in profiles/: `cpu-digits.json`, `openvino-bf16-digits.json`."""
+    kind = device.partition(":")[0]
+    return f"{kind}-{model}.json" if precision == "fp32" else f"{kind}-{precision}-{model}.json"
