@@ -5,6 +5,7 @@ Everything is read at the scrape, in one go on the event loop, so the numbers of
 they mean the same.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -24,6 +25,7 @@ from slim_scheduler.serve.observer import Histogram, Observer
 from slim_scheduler.serve.repository import Served
 from slim_scheduler.serve.service import Service
 
+WANTED_UTILIZATION = 0.7  # of a fleet that has room for bursts: the target that autoscalers are commonly given
 OUTCOMES = [outcome.value for outcome in Outcome]
 
 
@@ -50,6 +52,7 @@ class ServiceCollector(Collector):
         yield from _work(served)
         yield from _decisions(served)
         yield from _devices(served)
+        yield _desired(served)
         yield from _answers(served)
         yield from _triton(served)
 
@@ -152,6 +155,29 @@ def _devices(served: list[Served]) -> Iterator[Metric]:
             for server, count in counts.items():
                 family.add_metric([model, server], count)
     yield from (fifo, *families.values(), energy, sizes, loads, unloads, outages)
+
+
+def _desired(served: list[Served]) -> Metric:
+    """For an autoscaler: as a horizontal pod autoscaler reckons, from how busy the servers in service are."""
+    family = GaugeMetricFamily(
+        "slim_desired_servers",
+        f"Servers that would be {WANTED_UTILIZATION:.0%} busy with the present work, at least one.",
+        labels=["model"],
+    )
+    for one in served:
+        up = [view for view in one.engine.servers.values() if view.up]
+        busy = sum(view.report.utilization or 0.0 for view in up if view.report is not None)
+        family.add_metric([one.card.name], desired_servers(busy, len(up), waiting=one.engine.held_up > 0))
+    return family
+
+
+def desired_servers(busy: float, up: int, waiting: bool) -> int:
+    """Servers for work that keeps `busy` servers busy; one more than there are where work waits for room.
+
+    A busy server says no more than 1, so an overloaded fleet grows in steps of 1 / 0.7.
+    """
+    wanted = max(1, math.ceil(busy / WANTED_UTILIZATION - 1e-9))
+    return max(wanted, up + 1) if waiting else wanted
 
 
 def _readings(view: ServerView) -> Iterator[tuple[str, float]]:
