@@ -162,8 +162,12 @@ def test_the_table_says_what_the_network_answers(tmp_path):
     model, manifest, data = checkpoint.load(tmp_path), checkpoint.load_manifest(tmp_path), load_data("digits")
     x = (torch.from_numpy(data.test.pixels) / 255 - manifest.mean[0]) / manifest.std[0]
     for widths in ((0.5, 0.5), (1.0, 0.5)):
-        right = (model(x, widths).argmax(dim=1).numpy() == data.test.labels).tolist()
-        assert np.mean(read_accuracy(tmp_path).correct(widths) == right) > 0.995
+        logits = model(x, widths)
+        right = (logits.argmax(dim=1).numpy() == data.test.labels).tolist()
+        highest = np.sort(logits.softmax(dim=1).detach().numpy(), axis=1)
+        written = read_accuracy(tmp_path)
+        assert np.mean(written.correct(widths) == right) > 0.995
+        assert np.abs(written.margin(widths) - (highest[:, -1] - highest[:, -2])).max() < 0.01
     assert tables["held-out"].items == read_accuracy(tmp_path / "accuracy_heldout.parquet").items
     assert manifest.accuracy["test"]["0.5,1"] == pytest.approx(tables["test"].top1((0.5, 1.0)), abs=1e-4)
 
@@ -204,7 +208,7 @@ def test_the_shipped_digits_network_keeps_its_promise():
     """At least 97 % at width 1.00 and 95 % at 0.25 on the held-out third, and the shipped table says the truth."""
     folder = "models/digits"
     model, manifest, data = checkpoint.load(folder), checkpoint.load_manifest(folder), load_data("digits")
-    right = measure_accuracy(model, data.test, manifest.mean, manifest.std)
+    right, margins = measure_accuracy(model, data.test, manifest.mean, manifest.std)
     shipped = read_accuracy(folder)
     assert shipped.split == "test"
     assert shipped.weights_sha256 == manifest.weights_sha256
@@ -212,6 +216,7 @@ def test_the_shipped_digits_network_keeps_its_promise():
     assert right[(0.25,) * 4].mean() >= 0.95
     for widths, answers in right.items():
         assert np.mean(answers == shipped.correct(widths)) > 0.99
+        assert np.abs(margins[widths] - shipped.margin(widths)).max() < 0.01
         assert shipped.top1(widths) >= shipped.top1((0.25,) * 4) - 0.02
 
 
@@ -226,7 +231,7 @@ def test_the_shipped_cifar_network_is_small_and_its_table_belongs_to_it():
     data = os.environ.get("SLIM_CIFAR100")
     if data:
         few = load_data(data).test.take(np.arange(250))
-        right = measure_accuracy(checkpoint.load(folder), few, manifest.mean, manifest.std)
+        right, _ = measure_accuracy(checkpoint.load(folder), few, manifest.mean, manifest.std)
         assert min(np.mean(answers == shipped.correct(t)[:250]) for t, answers in right.items()) > 0.99
 
 
@@ -235,4 +240,6 @@ def test_the_model_card_is_written_from_the_manifests(tmp_path):
     manifest = checkpoint.load_manifest("models/digits")
     assert manifest.weights_sha256 in text
     assert f"| 1 | 2.1 | 0.124 | {100 * manifest.accuracy['test']['1,1,1,1']:.2f} |" in text
+    assert manifest.confidence is not None
+    assert f"{100 * manifest.confidence.error['test']['1,1,1,1']:.2f} |" in text
     assert "CC BY 4.0" in text

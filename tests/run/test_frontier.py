@@ -25,7 +25,8 @@ TOP1 = {(0.5, 0.5): 0.6, (0.5, 1.0): 0.8, (1.0, 0.5): 0.7, (1.0, 1.0): 0.9}
 def config(tmp_path) -> Config:
     (tmp_path / "manifest.json").write_text(json.dumps({"shape": msgspec.to_builtins(SHAPE)}))
     columns = {widths: np.arange(100) < 100 * top1 for widths, top1 in TOP1.items()}
-    write_accuracy(AccuracyTable(columns, split="test", data="made up"), tmp_path / "accuracy.parquet")
+    sure = {widths: np.ones(100) for widths in columns}
+    write_accuracy(AccuracyTable(columns, split="test", data="made up", margins=sure), tmp_path / "accuracy.parquet")
     write_profile(server("a").profile, tmp_path / "device.json")
     return config_from(
         {

@@ -1,4 +1,4 @@
-"""Measures which items a network answers right at every width tuple, and writes the tables beside the model.
+"""Measures which items a network answers right at every width tuple and by what margin, and writes it beside the model.
 
 Tuples share the passes of their common prefixes: 4 + 16 + 64 + 256 = 340 segment passes instead of 1,024 for four
 segments at four widths. Runs the deployed slices in float32, which is what serves.
@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,9 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
+from slim_scheduler.core.confidence import calibration_errors
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
+from slim_scheduler.model.calibration import fit_calibration
 from slim_scheduler.model.data import held_out, load_data
 from slim_scheduler.model.images import ImageData, Images
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
@@ -25,7 +28,13 @@ from slim_scheduler.model.workers import Workers
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 
 BATCH = 250
-Answers = dict[tuple[float, ...], npt.NDArray[np.bool_]]  # right or wrong, (items,), by width tuple
+
+
+class Answers(NamedTuple):
+    """By width tuple: right or wrong, and the margin of the answer, each (items,)."""
+
+    right: dict[tuple[float, ...], npt.NDArray[np.bool_]]
+    margins: dict[tuple[float, ...], npt.NDArray[np.float16]]
 
 
 def measure_folder(
@@ -35,10 +44,11 @@ def measure_folder(
     device: str = "cpu",
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, AccuracyTable]:
-    """Tables of a model folder by split (`test`, `held-out`), written beside it, with top-1 in its manifest.
+    """Tables of a model folder by split (`test`, `held-out`), written beside it; top-1 and calibration in its manifest.
 
-    The held-out table is of the images that `fit` kept out of training; a model without a training record, or
-    measured on other data, gets the test table alone. `progress` is called with (split, share done).
+    The held-out table is of the images that `fit` kept out of training, and calibrates; a model without a training
+    record, or measured on other data, gets the test table alone, which then calibrates too. `progress` is called with
+    (split, share done).
     """
     folder = Path(folder)
     manifest = checkpoint.load_manifest(folder)
@@ -48,9 +58,8 @@ def measure_folder(
         raise DataError(
             f"data {images.name} has {len(images.classes)} classes, model {folder} {manifest.shape.classes}"
         )
-    tables = {}
-    for split, part in _splits(images, manifest).items():
-        right = measure_accuracy(
+    answers = {
+        split: measure_accuracy(
             model,
             part,
             manifest.mean,
@@ -58,11 +67,30 @@ def measure_folder(
             device=device,
             progress=partial(progress, split) if progress else None,
         )
-        table = AccuracyTable(right, split=split, data=images.name, weights_sha256=manifest.weights_sha256)
+        for split, part in _splits(images, manifest).items()
+    }
+    fitted_on = "held-out" if "held-out" in answers else "test"
+    calibration = fit_calibration(*answers[fitted_on], fitted_on)
+    tables = {
+        split: AccuracyTable(
+            right,
+            split=split,
+            data=images.name,
+            weights_sha256=manifest.weights_sha256,
+            margins=margins,
+            calibration=calibration,
+        )
+        for split, (right, margins) in answers.items()
+    }
+    for split, table in tables.items():
         write_accuracy(table, folder / TABLE_FILES[split])
-        tables[split] = table
     top1 = {split: {n: round(p / 100, 4) for n, p in t.percentages().items()} for split, t in tables.items()}
-    checkpoint.write_manifest(folder, msgspec.structs.replace(manifest, accuracy=top1))
+    errors = {
+        split: {tuple_name(t): round(error, 4) for t, error in sorted(calibration_errors(calibration, *found).items())}
+        for split, found in answers.items()
+    }
+    record = checkpoint.Confidence(calibration=calibration, error=errors)
+    checkpoint.write_manifest(folder, msgspec.structs.replace(manifest, accuracy=top1, confidence=record))
     return tables
 
 
@@ -75,7 +103,7 @@ def measure_accuracy(
     device: str = "cpu",
     progress: Callable[[float], None] | None = None,
 ) -> Answers:
-    """Right or wrong, (items,), for every width tuple. `progress` gets the share done after each batch."""
+    """Right or wrong, and margin, for every width tuple. `progress` gets the share done after each batch."""
     slices = _all_slices(model, device)
     shift, scale = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (mean, std))
     starts = range(0, len(images), BATCH)
@@ -84,15 +112,29 @@ def measure_accuracy(
     def answers(start: int) -> Answers:
         pixels = torch.from_numpy(images.pixels[start : start + BATCH]).to(device)
         labels = torch.from_numpy(images.labels[start : start + BATCH]).to(device)
-        right: Answers = {}
-        _walk(model, slices, (pixels / 255.0 - shift) / scale, (), labels, right)
+        found = Answers({}, {})
+        _walk(model, slices, (pixels / 255.0 - shift) / scale, (), labels, found)
         if progress:
             progress(next(done) / len(starts))
-        return right
+        return found
 
     with Workers(torch.get_num_threads() if device == "cpu" else 1) as workers:
         parts = workers.map(answers, starts)
-    return {widths: np.concatenate([part[widths] for part in parts]) for widths in parts[0]}
+    return Answers(
+        {widths: np.concatenate([part.right[widths] for part in parts]) for widths in parts[0].right},
+        {widths: np.concatenate([part.margins[widths] for part in parts]) for widths in parts[0].right},
+    )
+
+
+def margins_of(logits: Tensor) -> Tensor:
+    """Difference of the two highest softmax values: (batch, classes) -> (batch,), in [0, 1]."""
+    highest = torch.softmax(logits, dim=1).topk(2, dim=1).values  # (batch, 2)
+    return highest[:, 0] - highest[:, 1]
+
+
+def table_margins(logits: Tensor) -> npt.NDArray[np.float16]:
+    """Margins as accuracy tables hold them, (batch,)."""
+    return margins_of(logits).cpu().numpy().astype(np.float16)
 
 
 def _walk(
@@ -101,15 +143,16 @@ def _walk(
     x: Tensor,
     prefix: tuple[float, ...],
     labels: Tensor,
-    right: Answers,
+    found: Answers,
 ) -> None:
     """Runs every completion of a prefix whose activation is `x`, depth first."""
     if len(prefix) == model.segments:
-        right[prefix] = (x.argmax(dim=1) == labels).cpu().numpy()  # (batch,)
+        found.right[prefix] = (x.argmax(dim=1) == labels).cpu().numpy()  # (batch,)
+        found.margins[prefix] = table_margins(x)
         return
     for width in model.widths:
         out = slices[len(prefix), width].run(x, prefix[-1] if prefix else None)
-        _walk(model, slices, out, (*prefix, width), labels, right)
+        _walk(model, slices, out, (*prefix, width), labels, found)
 
 
 def _all_slices(model: SlimmableModel, device: str) -> dict[tuple[int, float], SegmentSlice]:

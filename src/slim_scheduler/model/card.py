@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from slim_scheduler.core.accuracy import tuple_name
+from slim_scheduler.core.confidence import BINS
 from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
-from slim_scheduler.model.checkpoint import Manifest, Training, load_manifest
+from slim_scheduler.model.checkpoint import Confidence, Manifest, Training, load_manifest
 from slim_scheduler.model.presets import PRESETS, Preset
 
 # Top-1 % on CIFAR-100 (arXiv 2510.09018, tables I and II)
@@ -44,6 +45,8 @@ def model_section(name: str, manifest: Manifest) -> list[str]:
     test = manifest.accuracy.get("test", {})
     if test:
         parts.append(spread_line(manifest))
+    if manifest.confidence is not None:
+        parts += [confidence_text(manifest.confidence), confidence_table(manifest.confidence, arch)]
     if test and manifest.training is not None and manifest.training.data == "cifar100" and arch.segments == 4:
         parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test)]
         parts.append(distance_text(manifest))
@@ -92,6 +95,28 @@ def spread_line(manifest: Manifest) -> str:
         f"({best}), mean {100 * sum(test.values()) / len(test):.2f} %; {below} are more than 2 points below uniform "
         f"{arch.widths[0]:g}."
     )
+
+
+def confidence_text(confidence: Confidence) -> str:
+    """What the confidence of an answer is, and how far it is from the share of right answers."""
+    worst = {split: max(errors, key=lambda t: errors[t]) for split, errors in confidence.error.items()}
+    where = "; ".join(
+        f"on {split} images at most {100 * confidence.error[split][t]:.2f} %, at ({t})" for split, t in worst.items()
+    )
+    return (
+        "The confidence of an answer is a logistic function of its margin (the difference of its two highest softmax "
+        f"values), fitted on {confidence.calibration.split} images per width of the last segment. Its expected "
+        f"calibration error ({BINS} bins) over all width tuples: {where}. At the uniform widths:"
+    )
+
+
+def confidence_table(confidence: Confidence, arch: Architecture) -> str:
+    rows = []
+    for width in arch.widths:
+        curve, name = confidence.calibration.by_width[width], tuple_name((width,) * arch.segments)
+        errors = [f"{100 * by_tuple[name]:.2f}" for by_tuple in confidence.error.values()]
+        rows.append([f"{width:g}", f"{curve.scale:.3f}", f"{curve.offset:+.3f}", *errors])
+    return table(("width", "scale", "offset", *(f"error %, {split} images" for split in confidence.error)), rows)
 
 
 def paper_table(test: dict[str, float]) -> str:

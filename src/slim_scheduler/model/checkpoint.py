@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.model.presets import Recipe
@@ -67,6 +68,13 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     outside_data: str = ""
 
 
+class Confidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What margins are worth. `error`: expected calibration error in [0, 1] by split, then by width tuple."""
+
+    calibration: Calibration
+    error: dict[str, dict[str, float]]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of itself. `accuracy`: top-1 in [0, 1] by split, then by width tuple ("0.25/0.5/...").
 
@@ -85,6 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     training: Training | None = None
     accuracy: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    confidence: Confidence | None = None
 
 
 def save(

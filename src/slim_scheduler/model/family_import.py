@@ -22,6 +22,8 @@ import torch
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError
+from slim_scheduler.model.accuracy import Answers, table_margins
+from slim_scheduler.model.calibration import fit_calibration
 from slim_scheduler.model.data import IMAGE_SUFFIXES, load_data, read_image
 from slim_scheduler.model.exported_program import is_zip, onnx_of_exported_program
 from slim_scheduler.model.family import (
@@ -414,13 +416,20 @@ def _measured(family: Family, data: str, named: bool, progress: Progress) -> tup
             scores[i].append(session.run(prepare(items)))
         done += len(pixels)
         progress(0.2 + 0.8 * done / images.count, f"{done} of {images.count} images")
-    answers = [np.concatenate(parts).argmax(axis=1) for parts in scores]
+    outputs = [np.concatenate(parts) for parts in scores]  # each (images, classes)
+    answers = [output.argmax(axis=1) for output in outputs]
     truth = answers[-1] if images.labels is None else images.labels
     kind: Measured = "agreement" if images.labels is None else "accuracy"
     last = manifest.variants[-1].name
     said = images.name if images.labels is not None else f"agreement with {last} on {images.name}"
-    table = AccuracyTable(
+    found = Answers(
         {(rank,): given == truth for rank, given in zip(ranks, answers, strict=True)},
+        {(rank,): table_margins(torch.from_numpy(output)) for rank, output in zip(ranks, outputs, strict=True)},
+    )
+    table = AccuracyTable(
+        found.right,
+        margins=found.margins,
+        calibration=fit_calibration(*found, "test"),
         split="test",
         data=said,
         weights_sha256=manifest.weights_sha256,

@@ -1,4 +1,7 @@
-"""Accuracy tables as Parquet files beside a model: one boolean column per width tuple.
+"""Accuracy tables as Parquet files beside a model: one float16 column per width tuple.
+
+A value is the margin of an item's answer (`core/confidence.py`), negative where the answer is wrong. The sign bit
+counts: a wrong answer without margin is -0.
 
 Written by `slim accuracy`, read by everything that needs to know what a width tuple gets right; torch has no part in
 it. What a table answers is `core/accuracy.py`'s.
@@ -6,41 +9,86 @@ it. What a table answers is `core/accuracy.py`'s.
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
+from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import DataError
 
 TABLE_FILES = {"test": "accuracy.parquet", "held-out": "accuracy_heldout.parquet"}
+FORMAT = 2  # 1 had right or wrong alone
 MOST_TABLE_BYTES = 64 << 20
 METADATA = b"slim_scheduler.accuracy"
+
+
+class _Label(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file says of itself, in its metadata."""
+
+    format: int
+    split: str
+    data: str
+    weights_sha256: str
+    calibration: Calibration | None
 
 
 def read_accuracy(path: str | Path) -> AccuracyTable:
     """Reads a table; a folder means the test table in it. Raises DataError, one line."""
     path = Path(path)
     path = path / TABLE_FILES["test"] if path.is_dir() else path
+    renew = f"run `slim accuracy --model {path.parent} --data DIR`"
     if not path.is_file():
-        raise DataError(f"accuracy table {path} is missing; run `slim accuracy --model {path.parent} --data DIR`")
+        raise DataError(f"accuracy table {path} is missing; {renew}")
     if path.stat().st_size > MOST_TABLE_BYTES:
         raise DataError(f"accuracy table {path} has {path.stat().st_size} bytes, at most {MOST_TABLE_BYTES} are read")
     try:
         table = pq.read_table(path)
-        said = dict(pair.split("=", 1) for pair in table.schema.metadata[METADATA].decode().split("\n"))
-        columns = {
-            tuple(float(width) for width in name.split(",")): table.column(name).to_numpy()
+        raw = table.schema.metadata[METADATA]
+        if raw.startswith(b"split="):
+            return _without_margins(table, raw)
+        label = msgspec.json.decode(raw, type=_Label)
+        if label.format != FORMAT:
+            raise DataError(f"accuracy table {path} has format {label.format}, this version reads {FORMAT}; {renew}")
+        signed = {
+            tuple(float(width) for width in name.split(",")): table.column(name).to_numpy().astype(np.float16)
             for name in table.column_names
         }
-        split, data, weights = said["split"], said["data"], said["weights_sha256"]
-    except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is no accuracy table ({error}); run `slim accuracy` again") from None
-    return AccuracyTable(columns, split=split, data=data, weights_sha256=weights)
+    except (pa.ArrowException, msgspec.DecodeError, KeyError, ValueError, TypeError) as error:
+        raise DataError(f"{path} is no accuracy table ({error}); {renew}") from None
+    return AccuracyTable(
+        {widths: ~np.signbit(values) for widths, values in signed.items()},
+        split=label.split,
+        data=label.data,
+        weights_sha256=label.weights_sha256,
+        margins={widths: np.abs(values) for widths, values in signed.items()},
+        calibration=label.calibration,
+    )
+
+
+def _without_margins(table: pa.Table, raw: bytes) -> AccuracyTable:
+    """A file of format 1; what needs its margins says that they are missing."""
+    said = dict(pair.split("=", 1) for pair in raw.decode().split("\n"))
+    right = {
+        tuple(float(width) for width in name.split(",")): table.column(name).to_numpy() for name in table.column_names
+    }
+    return AccuracyTable(right, split=said["split"], data=said["data"], weights_sha256=said["weights_sha256"])
 
 
 def write_accuracy(table: AccuracyTable, path: str | Path) -> None:
-    """Writes a table: one bit per item and tuple before compression."""
-    said = f"split={table.split}\ndata={table.data}\nweights_sha256={table.weights_sha256}"
-    columns = pa.table({tuple_name(widths): table.correct(widths) for widths in table.tuples})
-    columns = columns.replace_schema_metadata({METADATA: said.encode()})
+    """Writes a table with margins: two bytes per item and tuple, about a tenth less compressed."""
+    label = _Label(
+        format=FORMAT,
+        split=table.split,
+        data=table.data,
+        weights_sha256=table.weights_sha256,
+        calibration=table.calibration,
+    )
+    signed = {
+        tuple_name(widths): np.copysign(table.margin(widths), np.where(table.correct(widths), 1.0, -1.0))
+        for widths in table.tuples
+    }
+    columns = pa.table({name: values.astype(np.float16) for name, values in signed.items()})
+    columns = columns.replace_schema_metadata({METADATA: msgspec.json.encode(label)})
     pq.write_table(columns, path, compression="zstd", use_dictionary=False, write_statistics=False)
