@@ -210,3 +210,25 @@ def test_metrics_have_our_names_and_tritons(server, images):
     ):
         assert found[name] > 0, name
     assert any(name.startswith("slim_block_seconds_bucket{") and 'segment="3"' in name for name in found)
+
+
+def test_a_timeline_says_where_the_time_of_every_item_went(server, images):
+    document = {
+        "inputs": [{"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}],
+        "parameters": {"timeline": True, "width": 0.5},
+    }
+    status, _, reply = call(server.http, "POST", MODEL + "/infer", document)
+    assert status == 200
+    visits = json.loads(reply["parameters"]["timeline"])
+    assert [(visit["item"], visit["segment"]) for visit in visits] == [(i, s) for i in range(3) for s in range(4)]
+    for item in range(3):
+        mine = [visit for visit in visits if visit["item"] == item]
+        assert all(visit["width"] >= 0.5 and visit["batch"] >= 1 for visit in mine)
+        spent = sum(visit["queued_ms"] + visit["waited_ms"] + visit["compute_ms"] for visit in mine)
+        assert spent <= reply["parameters"]["queue_ms"] + reply["parameters"]["compute_ms"] + 0.1
+    plain = call(server.http, "POST", MODEL + "/infer", {**document, "parameters": {}})[2]
+    assert "timeline" not in plain["parameters"]
+    document["parameters"]["timeline"] = "yes"
+    status, _, refused = call(server.http, "POST", MODEL + "/infer", document)
+    assert status == 400
+    assert refused["error"] == "timeline is yes; it must be true or false"

@@ -47,6 +47,7 @@ from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
 from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
+from slim_scheduler.engine.timeline import Timelines, Visit
 from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, load_config
@@ -61,6 +62,7 @@ class InferenceResult(msgspec.Struct, frozen=True):
     items: tuple[ItemOutcome, ...] = ()
     reason: str = ""
     retry_after: Seconds | None = None
+    timeline: tuple[Visit, ...] = ()
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Waiting:
 
     items: range
     future: "asyncio.Future[InferenceResult]"
+    followed: bool = False
 
 
 class SlimEngine:
@@ -99,7 +102,8 @@ class SlimEngine:
         dispatcher = build_dispatcher(
             self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
         )
-        self._host = self._build_host(model, dispatcher, timed, recorder or NoRecorder(), devices or {})
+        self._timelines = Timelines(recorder or NoRecorder())
+        self._host = self._build_host(model, dispatcher, timed, self._timelines, devices or {})
         self._waiting: dict[RequestId, Waiting] = {}
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
@@ -184,13 +188,15 @@ class SlimEngine:
         priority: int = 0,
         widths: Sequence[float] | None = None,
         accuracy_floor: float | None = None,
+        timeline: bool = False,
     ) -> InferenceResult:
         """Answers (n, channels, height, width), float32 (normalised) or uint8 (raw pixels), with logits (n, classes).
 
         Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
-        be served. Cancelling the awaiting task cancels the request.
+        be served. Cancelling the awaiting task cancels the request. With `timeline` the result says where the time of
+        every item went, segment by segment.
         """
-        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None)
+        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None, timeline)
         try:
             return await future
         except asyncio.CancelledError:
@@ -223,6 +229,7 @@ class SlimEngine:
         widths: Sequence[float] | None,
         accuracy_floor: float | None,
         arrival: Seconds | None,
+        timeline: bool = False,
     ) -> "tuple[RequestId, asyncio.Future[InferenceResult]]":
         if self._loop is None:
             raise SlimError("the engine is not running; await engine.start() first")
@@ -239,7 +246,9 @@ class SlimEngine:
         self._next_item = ids.stop
         constraints = None if exact is None and accuracy_floor is None else Constraints(exact, accuracy_floor)
         deadline = None if deadline_s is None else now + deadline_s
-        self._waiting[request_id] = Waiting(ids, future)
+        self._waiting[request_id] = Waiting(ids, future, timeline)
+        if timeline:
+            self._timelines.follow(ids)
         self._host.arrive(Request(request_id, tuple(ids), now, deadline, priority, constraints), inputs)
         return request_id, future
 
@@ -253,13 +262,14 @@ class SlimEngine:
         if reply.outcome is Outcome.ANSWERED:
             logits = self._host.ledger.results(waiting.items)
         self._host.ledger.forget(waiting.items)
-        result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after)
+        timeline = self._timelines.take(waiting.items) if waiting.followed else ()
+        result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after, timeline)
         if not waiting.future.done():
             waiting.future.set_result(result)
 
     def stop_recording(self) -> None:
         """From here on nothing is recorded: a run was cut off, and what is in flight stays so in its record."""
-        self._host.recorder = NoRecorder()
+        self._timelines.recorder = NoRecorder()
 
     # ---- what programs and pages may read
 

@@ -4,6 +4,7 @@ The response's parameters say what was decided and what it cost. The gRPC front 
 `cost_of`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,24 +12,27 @@ import msgspec
 import numpy as np
 
 from slim_scheduler.core.types import ItemOutcome, WidthTuple
+from slim_scheduler.engine.timeline import Visit
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
 
 _encode = msgspec.json.Encoder().encode
 ANSWER_BYTES = 1024  # names, sizes and costs
 ITEM_BYTES = 128  # an item's widths and servers
+VISIT_BYTES = 256  # one segment of an item in a timeline
 NUMBER_BYTES = 24  # of a float32 as JSON, at most
 LABEL_BYTES = 64  # of `value:index:` and what encloses it, at most; a label's characters take up to 4
 
 
 class Answer(msgspec.Struct, frozen=True):
     """What the engine gave for a call: logits `(items, classes)` float32, each item's end, where its energy was read,
-    and which constraint was given up because the client preferred an answer."""
+    which constraint was given up because the client preferred an answer, and the way of each item, if asked for."""
 
     logits: np.ndarray[Any, Any]
     items: tuple[ItemOutcome, ...]
     energy_source: str = "none"
     unmet: str = ""
+    timeline: tuple[Visit, ...] = ()
 
 
 def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple[bytes, int | None]:
@@ -70,6 +74,8 @@ def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple
 def answer_size(call: InferenceCall, card: ModelCard) -> int:
     """The most bytes that the answer to a call may take, before it is there."""
     size = ANSWER_BYTES + len(call.items) * ITEM_BYTES
+    if call.asked.timeline:
+        size += len(call.items) * card.segments * VISIT_BYTES
     for form in call.outputs:
         if form.classification:
             label = max(map(len, card.labels), default=0)
@@ -98,7 +104,27 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
         cost["energy_j"] = sum(energy)
     if answer.unmet:
         cost["unmet"] = answer.unmet
+    if answer.timeline:
+        cost["timeline"] = _encode(timeline_of(answer.timeline)).decode()
     return cost
+
+
+def timeline_of(visits: Sequence[Visit]) -> list[dict[str, int | float | str]]:
+    """One object per item and segment, in ms; items are numbered within the request."""
+    first = min(visit.item for visit in visits)
+    return [
+        {
+            "item": visit.item - first,
+            "segment": visit.segment,
+            "server": visit.server,
+            "width": visit.width,
+            "batch": visit.batch,
+            "queued_ms": round(visit.queued_s * 1e3, 3),
+            "waited_ms": round(visit.waited_s * 1e3, 3),
+            "compute_ms": round(visit.compute_s * 1e3, 3),
+        }
+        for visit in visits
+    ]
 
 
 @lru_cache(4096)

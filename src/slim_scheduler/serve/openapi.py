@@ -128,6 +128,7 @@ def _infer_schema(card: ModelCard) -> Schema:
         "width": {"enum": [*card.widths, None]},
         "priority": {"type": ["integer", "null"], "minimum": 0, "maximum": LOWEST_PRIORITY},
         "unmet": {"enum": ["refuse", "answer"]},
+        "timeline": {"type": "boolean"},
     }
     wished: Schema = {
         "binary_data": {"type": "boolean"},

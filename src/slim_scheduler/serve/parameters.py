@@ -30,6 +30,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 
     `deadline` is a duration from the request's arrival. `unmet` says what to do with a floor or widths that cannot be
     had: refuse, or answer as near as possible and say so. `replaced`: `widths` are the nearest to what was asked.
+    `timeline`: the answer says where the time of each item went.
     """
 
     deadline: Seconds | None = None
@@ -37,6 +38,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     widths: WidthTuple | None = None
     priority: int = 0
     unmet: Literal["refuse", "answer"] = "refuse"
+    timeline: bool = False
     replaced: bool = False
 
 
@@ -73,6 +75,7 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
         widths=served,
         priority=int(_whole(parameters, "priority", LOWEST_PRIORITY) or 0),
         unmet=unmet,  # type: ignore[arg-type]
+        timeline=_flag(parameters, "timeline"),
         replaced=served != widths,
     )
 
@@ -111,6 +114,13 @@ def _widths(parameters: Mapping[str, Parameter], card: ModelCard) -> WidthTuple 
 
 def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:
     return tuple([min(card.widths, key=lambda served, asked=asked: abs(served - asked)) for asked in widths])  # type: ignore[misc]
+
+
+def _flag(parameters: Mapping[str, Parameter], name: str) -> bool:
+    value = parameters.get(name, False)
+    if not isinstance(value, bool):
+        raise invalid(f"{name} is {quote(value)}; it must be true or false")
+    return value
 
 
 def _number(parameters: Mapping[str, Parameter], name: str, low: float, high: float) -> float | None:

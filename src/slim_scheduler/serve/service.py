@@ -96,7 +96,7 @@ class Service:
                 raise _refusal(outcome, result.reason, result.retry_after)
             self._account(served, result.items)
             assert result.logits is not None
-            return Answer(result.logits, result.items, _energy_source(served, result.items), unmet)
+            return Answer(result.logits, result.items, _energy_source(served, result.items), unmet, result.timeline)
         finally:
             now = time.monotonic()
             served.observer.finished(outcome, now - began, now)
@@ -194,6 +194,7 @@ async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceR
             priority=asked.priority,
             widths=asked.widths,
             accuracy_floor=asked.accuracy_floor,
+            timeline=asked.timeline,
         )
     except InputError as error:
         raise invalid(quote(error, 300)) from error
