@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from slim_scheduler.report.notes import notes
+from slim_scheduler.report.notes import notes, router_title
 
 
 def run(**changes: Any) -> dict[str, Any]:
     usual = {"mode": "live", "energy_source": "counter", "generator_lag_s": {"p99": 0.001}, "interrupted": False}
-    return {**usual, "fallbacks": 0, **changes}
+    decided = {"router": "jsq:1", "decisions": 10, "fallbacks": 0, "fallback_reason": None}
+    return {**usual, **decided, **changes}
 
 
 def test_a_clean_live_run_needs_no_words() -> None:
@@ -25,6 +26,16 @@ def test_what_nobody_measured_is_no_lateness() -> None:
 
 
 def test_simulated_estimated_interrupted_and_replaced_are_all_said() -> None:
-    said = " ".join(notes([run(mode="simulated", energy_source="estimated", interrupted=True, fallbacks=2)]))
-    for word in ("Simulated", "estimated", "interrupted", "fallback 2 times"):
+    replaced = run(interrupted=True, fallbacks=2, fallback_reason="ZeroDivisionError: division by zero")
+    said = " ".join(notes([replaced | {"mode": "simulated", "energy_source": "estimated"}, run(router="other")]))
+    for word in ("Simulated", "estimated", "interrupted"):
         assert word in said
+    assert "jsq:1: 2 of 10 decisions (20.0 %) were the fallback's" in said.replace("20.0%", "20.0 %")
+    assert "first: ZeroDivisionError: division by zero" in said
+    assert "other:" not in said
+
+
+def test_a_row_is_marked_from_one_percent_of_fallbacks_on() -> None:
+    assert router_title("mine", [run(decisions=1000, fallbacks=10)]) == "mine"
+    assert router_title("mine", [run(decisions=1000, fallbacks=11)]) == "mine (1% the fallback's)"
+    assert router_title("mine", [run(decisions=0)]) == "mine"

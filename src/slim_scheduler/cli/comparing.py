@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slim_scheduler.cli.bound import print_distances
-from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, Seed, examples
+from slim_scheduler.cli.options import AllowFallback, ConfigFile, Json, Out, Overrides, Seed, examples
 from slim_scheduler.cli.running import print_comparison, read_config
 from slim_scheduler.cli.terminal import console, progress
 
@@ -43,6 +43,7 @@ def compare(
     live: Annotated[bool, typer.Option("--live", help="On this machine's devices, routers interleaved.")] = False,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; one per core by default.")] = None,
     overrides: Overrides = None,
+    allow_fallback: AllowFallback = False,
     as_json: Json = False,
 ) -> None:
     """Several routers on the same workloads."""
@@ -54,7 +55,7 @@ def compare(
     plan = trials(names, range(seed, seed + seeds), out)
     with progress("comparing") as show:
         runs = run_live(settings, plan, show) if live else run_simulated(settings, plan, workers, show)
-        finished, interrupted = _until_interrupted(runs)
+        finished, interrupted = _until_interrupted(runs, allow_fallback)
     _conclude(names, finished, out, as_json, "Slim Scheduler comparison")
     if not as_json and finished:
         whole = [run for run in finished if not run.summary["interrupted"]]
@@ -89,10 +90,14 @@ def demo(
         raise KeyboardInterrupt
 
 
-def _until_interrupted(runs: "Iterable[Finished]") -> tuple[list["Finished"], bool]:
+def _until_interrupted(runs: "Iterable[Finished]", allow_fallback: bool = False) -> tuple[list["Finished"], bool]:
+    from slim_scheduler.report.notes import refuse_raising
+
     finished: list[Finished] = []
     try:
         for run in runs:
+            if not allow_fallback:
+                refuse_raising(run.summary)
             finished.append(run)
     except KeyboardInterrupt:
         return finished, True

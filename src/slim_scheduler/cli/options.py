@@ -14,6 +14,9 @@ Router = Annotated[
     str | None, typer.Option("--router", "-r", help="Router name; the configuration's router.name by default.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything left to chance.")]
+AllowFallback = Annotated[
+    bool, typer.Option("--allow-fallback", help="A router that raises is no error: the fallback decided for it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to.")]
 

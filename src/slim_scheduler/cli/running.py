@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, Router, Seed, examples
+from slim_scheduler.cli.options import AllowFallback, ConfigFile, Json, Out, Overrides, Router, Seed, examples
 from slim_scheduler.cli.terminal import console, print_json, progress
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def simulate(
     seed: Seed = 0,
     out: Out = None,
     overrides: Overrides = None,
+    allow_fallback: AllowFallback = False,
     as_json: Json = False,
 ) -> None:
     """One simulated run of the configured workload."""
@@ -44,7 +45,7 @@ def simulate(
     out = out or default_out("simulate", router, seed)
     with progress(f"simulating {router}") as show:
         summary = simulated_run(settings, router, seed, out, show)
-    _conclude(summary, out, as_json)
+    _conclude(summary, out, as_json, allow_fallback)
 
 
 def bench(
@@ -53,6 +54,7 @@ def bench(
     seed: Seed = 0,
     out: Out = None,
     overrides: Overrides = None,
+    allow_fallback: AllowFallback = False,
     as_json: Json = False,
 ) -> None:
     """One live run on this machine's devices."""
@@ -63,7 +65,7 @@ def bench(
     out = out or default_out("bench", router, seed)
     with progress(f"running {router} live") as show:
         summary = live_run(settings, router, seed, out, show)
-    _conclude(summary, out, as_json)
+    _conclude(summary, out, as_json, allow_fallback)
 
 
 def report(
@@ -116,7 +118,7 @@ def print_comparison(comparison: Any, as_json: bool) -> None:
         out.print(f"[dim]{note}[/dim]", soft_wrap=True)
 
 
-def _conclude(summary: dict[str, Any], out: Path, as_json: bool) -> None:
+def _conclude(summary: dict[str, Any], out: Path, as_json: bool, allow_fallback: bool) -> None:
     if as_json:
         print_json(summary)
     else:
@@ -126,3 +128,7 @@ def _conclude(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         console().print(f"record, summary and configuration: {out}", soft_wrap=True)
     if summary["interrupted"]:
         raise KeyboardInterrupt
+    if not allow_fallback:
+        from slim_scheduler.report.notes import refuse_raising
+
+        refuse_raising(summary)

@@ -38,8 +38,8 @@ class RecordError(InputError):
     """A run's folder or record."""
 
 
-class RouterError(SlimError):
-    """A router gave no usable decision; the dispatcher falls back and counts it."""
+class RouterError(InputError):
+    """A router gave no usable decision. The dispatcher falls back and counts it; a command refuses its run."""
 
 
 class OutOfMemoryError(SlimError):

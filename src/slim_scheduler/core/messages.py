@@ -168,10 +168,11 @@ class BlockFinished(Message, frozen=True, gc=False):
 
 
 class RouterFellBack(Message, frozen=True, gc=False):
-    """The router's decision was replaced, or the router was suspended until `until`."""
+    """The router's decision was replaced (`raised`: it raised an exception), or it was suspended until `until`."""
 
     reason: str
     until: Seconds | None = None
+    raised: bool = False
 
 
 class ServerChanged(Message, frozen=True, gc=False):

@@ -43,6 +43,7 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
     device_energy = curves.energy(warm, ended)
     right = items.right[answered]
     reward = _rewards(items, measured, blocks, energy, curves, config, accuracy, ended)
+    decisions = int(np.sum(blocks.decided >= warm))
     return {
         "router": info.router,
         "seed": info.seed,
@@ -68,9 +69,32 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
         "utilization_variance": curves.variance_over_time(warm, ended),
         "reward": _mean_sd(reward),
         "width_share": _width_share(blocks, in_window),
-        "decisions": int(np.sum(blocks.decided >= warm)),
+        "decisions": decisions,
         "decision_us": info.decision_us or {"mean": None, "p99": None},
-        "fallbacks": len(record.of("RouterFellBack")),
+        **_fallbacks(record, blocks, warm, decisions),
+    }
+
+
+def _fallbacks(record: Record, blocks: Blocks, warm: Seconds, decisions: int) -> dict[str, Any]:
+    """How many of the decisions were the fallback's, and how often and why in the whole run the router gave none.
+
+    The fallback decides once where the router's choice was replaced, and everything while it was suspended.
+    """
+    rows = record.of("RouterFellBack")
+    times, until = numbers(rows, "time"), numbers(rows, "until")
+    replaced = int(np.sum(np.isnan(until) & (times >= warm)))
+    for begin, end in zip(times, until, strict=True):
+        replaced += int(np.sum((blocks.decided >= max(begin, warm)) & (blocks.decided < end)))  # a NaN end: none
+    raised = rows["raised"].to_numpy(zero_copy_only=False).astype(bool)
+    reasons = rows["reason"].to_pylist()
+    first = next((reason for reason, of_error in zip(reasons, raised, strict=True) if of_error), None)
+    replaced = min(replaced, decisions)  # a decision whose block did not end is not among them
+    return {
+        "fallbacks": replaced,
+        "fallback_share": _ratio(replaced, decisions),
+        "fallback_events": len(reasons),
+        "fallback_reason": first or next(iter(reasons), None),
+        "router_raised": int(raised.sum()),
     }
 
 

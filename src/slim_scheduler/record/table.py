@@ -72,6 +72,7 @@ SCHEMA = pa.schema(
         ("memory_used", pa.int64()),
         # what went otherwise than planned
         ("up", pa.bool_()),
+        ("raised", pa.bool_()),
         ("until", pa.float64()),
         ("seconds", pa.float64()),
         ("reason", pa.string()),
@@ -237,7 +238,7 @@ _COLUMNS: dict[type, dict[str, Extract]] = defaultdict(
         m.ServerJoined: _fields(server="server", size="credit_tasks"),
         m.ServerLeft: _fields(server="server", reason="reason"),
         m.RouterTooSlow: _fields(seconds="seconds"),
-        m.RouterFellBack: _fields(reason="reason", until="until"),
+        m.RouterFellBack: _fields(reason="reason", until="until", raised="raised"),
         m.ServerChanged: _fields(server="server", up="up", reason="reason", size="requeued"),
         m.BlockFinished: {
             "block": lambda blocks, _: [x.block_id for x in blocks],

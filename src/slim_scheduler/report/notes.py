@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slim_scheduler.core.errors import RouterError
+
+FALLBACK_LIMIT = 0.01  # from which share of replaced decisions on a row is marked
 LAG_LIMIT_S = 0.005  # docs/measures.md: a later generator makes a live run invalid
 
 
@@ -22,9 +25,36 @@ def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
     stopped = sum(bool(run["interrupted"]) for run in summaries)
     if stopped:
         yield f"{stopped} of {count(len(lags), 'run')} was interrupted; the numbers are of what ran until then."
-    fallbacks = sum(run["fallbacks"] for run in summaries)
-    if fallbacks:
-        yield f"A router's decision was replaced by the fallback {count(fallbacks, 'time')}."
+    for router in dict.fromkeys(run["router"] for run in summaries):
+        of_router = [run for run in summaries if run["router"] == router]
+        reason = next((run["fallback_reason"] for run in of_router if run["fallback_reason"]), None)
+        if reason is not None:
+            fallbacks, decisions = (sum(run[key] for run in of_router) for key in ("fallbacks", "decisions"))
+            yield (
+                f"{router}: {fallbacks:,} of {count(decisions, 'decision')} ({_share(of_router):.1%}) were the "
+                f"fallback's, because the router gave none; first: {reason}."
+            )
+
+
+def router_title(router: str, summaries: Sequence[dict[str, Any]]) -> str:
+    """A router's name in a table, with a mark where the fallback made more than 1 % of its decisions."""
+    share = _share(summaries)
+    return f"{router} ({share:.0%} the fallback's)" if share > FALLBACK_LIMIT else router
+
+
+def refuse_raising(summary: dict[str, Any]) -> None:
+    """Raises RouterError where a router raised instead of deciding: the run measures the fallback, not the router."""
+    if summary["router_raised"]:
+        raise RouterError(
+            f"router {summary['router']} raised {count(summary['router_raised'], 'time')} (seed {summary['seed']}); "
+            f"first: {summary['fallback_reason']}; mend it, or take what the fallback decided with --allow-fallback"
+        )
+
+
+def _share(summaries: Sequence[dict[str, Any]]) -> float:
+    decisions = sum(run["decisions"] for run in summaries)
+    fallbacks: int = sum(run["fallbacks"] for run in summaries)
+    return fallbacks / decisions if decisions else 0.0
 
 
 def count(number: int, noun: str) -> str:

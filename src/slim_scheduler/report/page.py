@@ -15,7 +15,7 @@ from slim_scheduler.record.columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure
-from slim_scheduler.report.notes import count, notes
+from slim_scheduler.report.notes import count, notes, router_title
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router
 from slim_scheduler.report.theme import css_variables, inline_svg
 
@@ -102,7 +102,8 @@ def _table(
         if widths:
             completed, arrived = (sum(run.summary[f"items_{key}"] for run in of) for key in ("completed", "arrived"))
             extra = f"<td>{_mix(rows[router], widths)}</td><td>{completed:,} <small>of {arrived:,}</small></td>"
-        name = f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(router)}</th>'
+        title = router_title(router, [run.summary for run in of])
+        name = f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(title)}</th>'
         yield f"<tr>{name}{_cells(rows[router], measures, among)}{extra}</tr>"
     yield "</tbody></table></div>"
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import HEADLINE, Estimate
+from slim_scheduler.report.notes import router_title
 from slim_scheduler.report.run_folder import origin
 
 
@@ -17,7 +19,7 @@ def comparison_table(comparison: Comparison) -> Table:
         runs = comparison.summaries[router]
         completed = sum(run["items_completed"] for run in runs)
         arrived = sum(run["items_arrived"] for run in runs)
-        table.add_row(router, f"{completed:,} of {arrived:,}", *_cells(estimates))
+        table.add_row(escape(router_title(router, runs)), f"{completed:,} of {arrived:,}", *_cells(estimates))
     return table
 
 
@@ -27,7 +29,7 @@ def difference_table(comparison: Comparison) -> Table | None:
         return None
     table = _table(comparison.summaries, title=f"difference to {comparison.first}, same arrivals")
     for router, differences in comparison.differences.items():
-        table.add_row(router, "", *_cells(differences, mark=True))
+        table.add_row(escape(router_title(router, comparison.summaries[router])), "", *_cells(differences, mark=True))
     return table
 
 

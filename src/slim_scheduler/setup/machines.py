@@ -31,6 +31,7 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup.config import Config, ServerConfig
+from slim_scheduler.setup.plugins import find_class, is_class_name
 from slim_scheduler.setup.profiles import profile_name, read_profile
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
@@ -39,8 +40,9 @@ COMPILED = ("openvino:", "onnxruntime:")  # devices that run compiled graphs
 COMPILED_COPIES = 2
 ROUTER_NAMES = (
     "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
-    "ppo:POLICY_DIR"
+    "ppo:POLICY_DIR, module:Class"
 )
+ROUTER_GROUP = "slim_scheduler.routers"  # of entry points, through which a package offers a router
 
 
 def load_shape(config: Config) -> ModelShape:
@@ -56,19 +58,23 @@ def load_shape(config: Config) -> ModelShape:
     return shape
 
 
-def find_profile(server: ServerConfig, shape: ModelShape) -> Path | None:
-    """A server's profile: the file it names, or profiles/DEVICE.json, or profiles/DEVICE-MODEL.json."""
+def find_profile(server: ServerConfig, shape: ModelShape, model: Path) -> Path | None:
+    """A server's profile: the file it names, or profiles/DEVICE.json, or profiles/DEVICE-MODEL.json.
+
+    `profiles` is in the working directory, or beside the `models` folder that holds the model.
+    """
     device = server.profile or server.device
     names = [device, f"profiles/{device}.json", f"profiles/{device}-{shape.name}.json"]
     names.append(f"profiles/{profile_name(device, server.precision, shape.name)}")
-    return next((path for path in map(Path, names) if path.is_file()), None)
+    folders = (Path(), model.parent.parent)
+    return next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
 
 
 def load_profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile]:
     """Each server's profile. Raises ProfileError where one is missing or of another network."""
     profiles = {}
     for server in config.servers:
-        path = find_profile(server, shape)
+        path = find_profile(server, shape, Path(config.model.path))
         if path is None:
             raise ProfileError(
                 f"server {server.name}: no profile for {server.profile or server.device} with {shape.name}; "
@@ -131,7 +137,22 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
         return _informed_router(name, config, router_facts(config, shape, profiles))
-    raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
+    return _own_router(name, config, shape, profiles)
+
+
+def _own_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
+    """A user's router: its class is given the facts, and gets the name under which it was asked for."""
+    if not is_class_name(name, ROUTER_GROUP):
+        raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
+    kind = find_class(name, ROUTER_GROUP, {}, ("decide", "patience"))
+    if profiles is None:
+        raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
+    try:
+        router: Router = kind(router_facts(config, shape, profiles))
+    except Exception as error:  # a router may be anybody's code
+        raise ConfigError(f"router {name} cannot be made: {type(error).__name__}: {error}") from error
+    router.name = name
+    return router
 
 
 def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:

@@ -16,6 +16,11 @@ from slim_scheduler.core.errors import InputError
 MODULE_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+def is_class_name(name: str, group: str) -> bool:
+    """Whether a name has the form `module:Class` or is an entry point of the group."""
+    return bool(MODULE_CLASS.fullmatch(name)) or name in entry_points(group=group).names
+
+
 def find_class(name: str, group: str, ours: Mapping[str, str], methods: Sequence[str]) -> Any:
     """The class of a name. `ours` are `module:Class` by short name; `group` is the entry points' group.
 

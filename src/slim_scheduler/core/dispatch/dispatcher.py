@@ -202,7 +202,7 @@ class Dispatcher:
         """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
         decision, router, complaint = self._router.decide(view)
         if complaint is not None:
-            self._commands.append(RouterFellBack(complaint))
+            self._commands.append(RouterFellBack(complaint.reason, raised=complaint.raised))
         if self._fleet.views[decision.server].available:
             self._send(self._key_due, decision, router, view.now)
         else:

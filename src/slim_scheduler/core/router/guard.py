@@ -4,11 +4,20 @@ The dispatcher asks here and never the router itself. A router that the host fou
 while the next decision is its probe.
 """
 
+from typing import NamedTuple
+
 from numpy.random import Generator
 
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
+
+
+class Complaint(NamedTuple):
+    """Why a router's decision was replaced; `raised`: it raised an exception."""
+
+    reason: str
+    raised: bool = False
 
 
 class GuardedRouter:
@@ -32,7 +41,7 @@ class GuardedRouter:
         """The router's; the fallback has none."""
         return self._router.patience
 
-    def decide(self, view: View) -> tuple[Decision, str, str | None]:
+    def decide(self, view: View) -> tuple[Decision, str, Complaint | None]:
         """The decision, the name of who made it, and why the router did not, if so."""
         complaint = None
         if view.now >= self._suspended_until:
@@ -40,19 +49,21 @@ class GuardedRouter:
                 decision = self._router.decide(view, self._rng)
                 complaint = self._complaint(decision, view)
             except Exception as error:  # a router may be anybody's code; the run goes on without it
-                complaint = f"{type(error).__name__}: {error}"
+                complaint = Complaint(f"{type(error).__name__}: {error}", raised=True)
             if complaint is None:
                 return decision, self._router.name, None
         return self._fallback.decide(view, self._rng), self._fallback.name, complaint
 
-    def _complaint(self, decision: Decision, view: View) -> str | None:
+    def _complaint(self, decision: Decision, view: View) -> Complaint | None:
         server = view.servers.get(decision.server)
         if server is None:
-            return f"chose server {decision.server}, which is unknown"
+            return Complaint(f"chose server {decision.server}, which is unknown")
         if not server.may_be_chosen(bool(self._router.patience) and view.patient):
-            return f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
+            return Complaint(
+                f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
+            )
         if decision.width not in view.head.widths:
-            return f"chose width {decision.width}, allowed are {view.head.widths}"
+            return Complaint(f"chose width {decision.width}, allowed are {view.head.widths}")
         if not decision.group >= 1:
-            return f"chose a group of {decision.group}"
+            return Complaint(f"chose a group of {decision.group}")
         return None
