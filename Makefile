@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench accept clean
+.PHONY: demo serve test check bench accept clean
 
 demo: .venv/.installed
 	$(BIN)/slim demo
+
+# The demo's three servers and network behind HTTP and gRPC, until Ctrl-C.
+serve: .venv/.installed
+	$(BIN)/slim serve --config examples/demo/cluster.toml
 
 test: .venv/.installed-dev .venv-kserve/.installed
 	$(BIN)/python -m pytest

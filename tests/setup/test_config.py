@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from slim_scheduler.core.errors import ConfigError
@@ -72,3 +74,25 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
 def test_concurrency_and_credit_have_the_methods_defaults():
     config = config_from({"servers": [{"name": "a", "device": "cpu"}, {"name": "b", "device": "cuda:0"}]})
     assert [(s.concurrency, s.credit) for s in config.servers] == [(1, 64), (2, 64)]
+
+
+def test_a_relative_path_starts_from_the_files_folder_where_it_exists_there(tmp_path, monkeypatch):
+    (tmp_path / "project" / "models" / "net").mkdir(parents=True)
+    (tmp_path / "project" / "policies" / "calm").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "project" / "c.toml"
+    path.write_text(
+        '[model]\npath = "models/net"\n[[servers]]\nname = "a"\ndevice = "cpu"\n'
+        '[router]\nname = "ppo:policies/calm"\nfallback = "jsq:1"\n[workload]\ndata = "digits"\n'
+    )
+    config = load_config(path)
+    assert config.model.path == str(tmp_path / "project" / "models" / "net")
+    assert config.router.name == f"ppo:{tmp_path / 'project' / 'policies' / 'calm'}"
+    assert (config.router.fallback, config.workload.data) == ("jsq:1", "digits")
+    assert load_config(path, ("model.path=models/net",)).model.path == "models/net", "a flag's: from where one stands"
+    monkeypatch.chdir(tmp_path)
+    relative = load_config(Path("project/c.toml"))
+    assert relative.model.path == "project/models/net"
+    path.write_text(path.read_text().replace("models/net", "elsewhere/net"))
+    assert load_config(path).model.path == "elsewhere/net", "neither: from the working directory"

@@ -48,6 +48,14 @@ def main() -> None:
         code = INTERRUPTED
     except UsageErrors as error:
         _stop(BAD_INPUT, error.format_message())
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("slim_scheduler"):
+            raise
+        from slim_scheduler.cli.extras import sentence
+
+        _stop(
+            BAD_INPUT, sentence(next((word for word in sys.argv[1:] if not word.startswith("-")), "slim"), error.name)
+        )
     except (InputError, OSError) as error:
         _stop(BAD_INPUT, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code

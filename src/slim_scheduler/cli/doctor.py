@@ -38,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True):
 def examine() -> list[Finding]:
     """All findings about this machine and the folder the command runs in."""
     findings: list[Finding] = []
-    for look in (_python, _torch, _cpu, _memory, _disk, _energy, _gpus, _models, _profiles, _data):
+    for look in (_python, _torch, _commands, _cpu, _memory, _disk, _energy, _gpus, _models, _profiles, _data):
         try:
             findings.extend(look())
         except Exception as error:  # a broken driver or package is itself a finding
@@ -71,6 +71,18 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "problem", f"{build}, but CUDA does not start", "update the NVIDIA driver, or use cpu")
     else:
         yield Finding("torch", "ok", build)
+
+
+def _commands() -> Iterator[Finding]:
+    """What each command lacks; one line where none lacks anything."""
+    from slim_scheduler.cli.extras import lacking
+
+    found = list(lacking())
+    for command, what, modules, extra in found:
+        lacks = f"{what} lacks {', '.join(modules)}".lstrip()
+        yield Finding(f"slim {command}", "note", lacks, f'pip install "slim-scheduler[{extra}]"')
+    whole = "every command" if not found else "every other command"
+    yield Finding("commands", "ok", f"{whole} has what it needs")
 
 
 def _cpu() -> Iterator[Finding]:

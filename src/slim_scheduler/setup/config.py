@@ -1,10 +1,12 @@
 """The configuration of a run: TOML plus `--set key.path=value` overrides, typed and checked.
 
-Fields carry the units users write; `machines.py` turns them into the core's seconds and bytes. An unknown key is an
-error that names the nearest valid one.
+Relative paths start from the file's folder where they exist there, else from the working directory; those of an
+override start from the working directory. Fields carry the units users write; `machines.py` turns them into the core's
+seconds and bytes. An unknown key is an error that names the nearest valid one.
 """
 
 import difflib
+import os
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -35,6 +37,18 @@ def key(
     """
     bounds = {name: bound for name, bound in (("above", above), ("least", least), ("most", most)) if bound is not None}
     return msgspec.Meta(description=says, extra={"tier": tier, "bounds": bounds})
+
+
+# Keys that may hold a path, and what may stand before it.
+PATHS = {
+    ".model.path": ("",),
+    ".servers.profile": ("",),
+    ".router.name": ("ppo:", "jsq@"),
+    ".router.fallback": ("ppo:", "jsq@"),
+    ".workload.data": ("",),
+    ".workload.trace": ("",),
+    ".training.warm_start": ("ppo:", "jsq@"),
+}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -318,7 +332,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything a run needs; `base` is the folder relative paths start from."""
+    """Everything a run needs."""
 
     model: ModelConfig = ModelConfig()
     servers: tuple[ServerConfig, ...] = ()
@@ -342,9 +356,25 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         raise ConfigError(f"configuration {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    tree = _from_folder(tree, path.parent)
     for override in overrides:
         _override(tree, override)
     return config_from(tree)
+
+
+def _from_folder(tree: Any, folder: Path, where: str = "") -> Any:
+    """The tree with each relative path that exists in `folder`, the file's, as seen from the working directory."""
+    if isinstance(tree, dict):
+        return {key: _from_folder(value, folder, f"{where}.{key}") for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_from_folder(value, folder, where) for value in tree]
+    if where not in PATHS or not isinstance(tree, str):
+        return tree
+    prefix = next((prefix for prefix in PATHS[where] if tree.startswith(prefix)), None)
+    name = tree.removeprefix(prefix or "")
+    if prefix is None or not name or Path(name).is_absolute() or not (folder / name).exists():
+        return tree
+    return prefix + os.path.normpath(folder / name)
 
 
 def config_from(tree: dict[str, Any]) -> Config:

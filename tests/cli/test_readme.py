@@ -1,0 +1,51 @@
+"""The README's commands are ones that exist, and its curl line and its Python run as they stand."""
+
+import asyncio
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+from slim_scheduler.serve.access import Access
+from slim_scheduler.serve.server import Ports, running
+from slim_scheduler.setup.config import load_config
+from tests.cli.conftest import ROOT, Slim
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+
+
+def test_every_slim_command_of_the_readme_has_the_options_it_is_given(slim: Slim) -> None:
+    lines = [line for kind, block in BLOCKS if not kind for line in block.splitlines() if line.startswith("slim ")]
+    assert len(lines) >= 5
+    for line in lines:
+        arguments = shlex.split(line, comments=True)[1:]
+        assert slim(*arguments, "--help").code == 0, line
+
+
+def test_the_makefile_has_the_readmes_targets() -> None:
+    targets = re.findall(r"^make (\w+)", "\n".join(block for _, block in BLOCKS), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"demo", "test", "serve"} <= set(targets)
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_readmes_python_runs() -> None:
+    (program,) = [block for kind, block in BLOCKS if kind == "python"]
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0 1 2 3]")
+
+
+async def test_the_readmes_curl_line_is_answered_with_the_class(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (line,) = [block for _, block in BLOCKS if block.startswith("curl")]
+    body = shlex.split(line)[-1]
+    config = load_config(ROOT / "examples/demo/cluster.toml")
+    async with running(config, Access(), Ports(0)) as ports:
+        url = f"http://127.0.0.1:{ports.http}/v2/models/digits/infer"
+        curl = await asyncio.create_subprocess_exec("curl", "-s", url, "-d", body, stdout=subprocess.PIPE)
+        answer, _ = await curl.communicate()
+    (label,) = json.loads(answer)["outputs"][0]["data"]
+    assert label.endswith(":3:3"), "value, index and class of a handwritten three"
