@@ -191,3 +191,19 @@ def test_a_folder_that_cannot_be_written_is_named(slim: Slim, tmp_path: Path) ->
     short = ("--set", "workload.duration_s=0.2", "--set", "workload.warmup_s=0")
     line = refused(slim, "simulate", "--config", DEMO, "--out", tmp_path / "file" / "run", *short)
     assert str(tmp_path / "file") in line
+
+
+def test_a_policy_of_another_network_is_named_as_such_at_the_start_of_a_server(slim: Slim) -> None:
+    router = "ppo:examples/reference/policies/efficiency"
+    line = refused(slim, "serve", "--config", DEMO, "--router", router, "--port", 0, "--grpc-port", -1)
+    assert f"digits cannot be served with router {router}: " in line
+    assert "network cifar100" in line
+    assert "was not changed" not in line
+
+
+def test_digits_are_not_shown_to_a_network_that_was_made_for_other_images(slim: Slim, tmp_path: Path) -> None:
+    reference = ROOT / "examples/reference/cluster.toml"
+    line = simulate(slim, tmp_path, "workload.data=digits", config=reference)
+    assert f"workload.data is digits, images of 1x8x8, but {ROOT}/models/cifar100 takes 3x32x32" in line
+    line = simulate(slim, tmp_path, "workload.data=pictures")
+    assert f"workload.data is pictures, but {ROOT}/models/digits was measured on digits" in line

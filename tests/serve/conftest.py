@@ -102,6 +102,7 @@ def serving(
         line = process.stdout.readline().strip()
         started = STARTED.fullmatch(line)
         assert started, f"the server did not start, exit {process.wait(20)}: {line} {errors}"
+        assert process.stdout.readline() == f"live page: {started[2]}://{started[3]}:{started[4]}/\n"
         running = Running(process, *(int(port or 0) for port in started.groups()[3:]), errors)
         yield running
     finally:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -75,6 +76,24 @@ def test_raw_body_is_one_tensor_and_answered_in_binary(card, images):
     assert call.outputs == (OutputForm(binary=True),)
 
 
+def test_what_triton_reserves_for_itself_is_let_through(card, images):
+    body, length = binary(images, parameters={"triton_enable_empty_final_response": True})
+    assert decoded(card, body, length).asked == Asked()
+
+
+def test_a_misspelt_output_parameter_is_refused_with_the_nearest(card, images):
+    body, length = binary(images, outputs=[{"name": "logits", "parameters": {"clasification": 3}}])
+    assert (
+        "output parameter clasification does not exist; nearest: classification" in refusal(card, body, length).message
+    )
+
+
+def test_an_image_in_the_other_order_of_axes_is_told_which_layout_to_ask_for(card, images):
+    last = msgspec.structs.replace(card, layout="NHWC", item_shape=(8, 8, 1))
+    body, length = binary(images)
+    assert "(channels last); start the server with --layout NCHW" in refusal(last, body, length).message
+
+
 def test_outputs_follow_their_own_parameters_before_the_default(card, images):
     body, length = binary(
         images,
@@ -120,6 +139,9 @@ def test_constraints_are_read(card, images):
         ({"sequence_id": 7}, "no state"),
         ({"deadline_ms": {"nested": 1}}, "infer request"),
         ({"binary_data_output": 1}, "true or false"),
+        ({"widht": 0.5}, "parameter widht does not exist; nearest: width; available: accuracy_floor"),
+        ({"deadline": 5}, "nearest: deadline_ms"),
+        ({"x" * 5000: 1}, "does not exist"),
     ],
 )
 def test_parameters_without_meaning_are_refused_with_their_range(card, images, parameters, words):
@@ -134,6 +156,7 @@ def test_parameters_without_meaning_are_refused_with_their_range(card, images, p
         ({"datatype": "FP16"}, "available: FP32, UINT8"),
         ({"shape": [3, 8, 8]}, "expects [-1, 1, 8, 8]"),
         ({"shape": [3, 1, 8, 9]}, "expects"),
+        ({"shape": [3, 8, 8, 1]}, "expects [-1, 1, 8, 8] (channels first); start the server with --layout NHWC"),
         ({"shape": [0, 1, 8, 8]}, "1 to 4096"),
         ({"shape": [2**31, 1, 8, 8]}, "1 to 4096"),
         ({"shape": [-1, 1, 8, 8]}, "infer request"),

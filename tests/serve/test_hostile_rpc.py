@@ -76,7 +76,9 @@ def test_what_is_malformed_is_invalid_and_short(stub, change):
     assert stub.ModelInfer(good(), timeout=20).raw_output_contents
 
 
-@pytest.mark.parametrize("parameters", [{"deadline_ms": "soon"}, {"timeout": "-1"}, {"widths": "1"}, {"priority": "x"}])
+@pytest.mark.parametrize(
+    "parameters", [{"deadline_ms": "soon"}, {"timeout": "-1"}, {"widths": "1"}, {"widht": "1"}, {"priority": "x"}]
+)
 def test_parameters_without_meaning_are_invalid_with_and_without_a_client_deadline(stub, parameters):
     for timeout in (20, None):
         with pytest.raises(grpc.RpcError) as caught:

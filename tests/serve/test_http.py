@@ -26,6 +26,17 @@ def test_server_and_model_say_what_they_are(server):
             assert call(server.http, "GET", path + "/config" + end)[2]["max_batch_size"] == 4096
 
 
+def test_metadata_says_what_a_client_needs_to_prepare_an_image(server):
+    about = call(server.http, "GET", MODEL)[2]["parameters"]
+    assert about["classes"] == [str(digit) for digit in range(10)]
+    assert about["datatypes"] == ["FP32", "UINT8"]
+    assert (len(about["mean"]), len(about["std"])) == (1, 1)
+    assert 0 < about["mean"][0] < 1
+    configuration = call(server.http, "GET", MODEL + "/config")[2]["parameters"]
+    assert configuration["classes"]["string_value"] == "0,1,2,3,4,5,6,7,8,9"
+    assert float(configuration["mean"]["string_value"]) == about["mean"][0]
+
+
 def test_inference_with_and_without_version_and_slash(server, images):
     answers = [
         infer(server.http, images, path + end)[2]

@@ -13,12 +13,16 @@ from typing import Any
 import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ItemId, WidthTuple
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record
 from slim_scheduler.record.summary import summarize
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import Interruption, deferred, sigterm_as_ctrl_c
+from slim_scheduler.setup.machines import load_shape
+
+DIGITS_SHAPE = (1, 8, 8)
 
 Progress = Callable[[float], None]  # share of the run in [0, 1]
 
@@ -42,6 +46,7 @@ def simulated_run(
     from slim_scheduler.sim.host import Simulation
 
     accuracy = accuracy_table(config)
+    _check_data(config, accuracy)
     arrivals = generate(config.workload, seed, accuracy.items if accuracy else 1)
     samples = arrivals.samples.tolist()
     verdicts: dict[WidthTuple, list[bool]] = {}
@@ -93,6 +98,21 @@ def accuracy_table(config: Config) -> AccuracyTable | None:
     """The model's table of right and wrong test items, None where nobody measured one. Raises DataError."""
     path = Path(config.model.path) / TABLE_FILES["test"]
     return read_accuracy(path) if path.exists() else None
+
+
+def _check_data(config: Config, accuracy: AccuracyTable | None) -> None:
+    """Raises ConfigError where the workload shows digits to a network that was not made for them, or the other way."""
+    shape, path, data = load_shape(config).item_shape, config.model.path, config.workload.data
+    by = "x".join(map(str, shape))
+    if data == "digits" and shape != DIGITS_SHAPE:
+        raise ConfigError(
+            f"workload.data is digits, images of 1x8x8, but {path} takes {by}; set workload.data to that network's data"
+        )
+    if accuracy is not None and (data == "digits") != (accuracy.data == "digits"):
+        raise ConfigError(
+            f"workload.data is {data}, but {path} was measured on {accuracy.data}; "
+            "set workload.data to that network's data, or run `slim accuracy` with these"
+        )
 
 
 def _write(

@@ -14,7 +14,16 @@ from msgspec import Meta
 
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.metadata import INPUT, OUTPUT, ModelCard
-from slim_scheduler.serve.parameters import NOTHING_ASKED, SHARED_MEMORY, Asked, OutputForm, Parameter, asked_of
+from slim_scheduler.serve.parameters import (
+    NOTHING_ASKED,
+    OUTPUT_FORMS,
+    SHARED_MEMORY,
+    Asked,
+    OutputForm,
+    Parameter,
+    asked_of,
+    refuse_unknown,
+)
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 
 Parameters = dict[str, Parameter]
@@ -170,7 +179,8 @@ def check_shape(datatype: str, shape: list[int], card: ModelCard, limits: Limits
         raise invalid(f"datatype {quote(datatype)} is not accepted for {INPUT}; available: {', '.join(DTYPES)}")
     expected = [-1, *card.item_shape]
     if len(shape) != len(expected) or tuple(shape[1:]) != card.item_shape:
-        raise invalid(f"input {INPUT} has shape {quote(shape)}; {card.name} expects {expected}")
+        hint = card.layout_hint(tuple(shape[1:]))
+        raise invalid(f"input {INPUT} has shape {quote(shape)}; {card.name} expects {expected}{hint}")
     if not 1 <= shape[0] <= limits.items:
         raise invalid(f"input {INPUT} has {shape[0]} items; a request carries 1 to {limits.items}, split it")
     elements = shape[0] * card.item_elements
@@ -191,6 +201,7 @@ def output_wish(name: str, parameters: Mapping[str, Parameter]) -> int:
     if name != OUTPUT:
         raise invalid(f"output {quote(name)} does not exist; available: {OUTPUT}")
     check_input_parameters(parameters)
+    refuse_unknown(parameters, OUTPUT_FORMS, "output parameter")
     count = parameters.get("classification", 0)
     if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count <= 2**31 or count % 1:
         raise invalid(f"classification is {quote(count)}; it must be a whole number from 0")

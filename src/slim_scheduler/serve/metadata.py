@@ -15,6 +15,7 @@ INPUT = "image"
 OUTPUT = "logits"
 VERSION = "1"
 PLATFORM = "slim_scheduler"
+DATATYPES = ("FP32", "UINT8")  # normalised by the client with mean and std, or raw pixels
 
 Layout = Literal["NCHW", "NHWC"]
 
@@ -30,6 +31,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     widths: tuple[Width, ...]
     labels: tuple[str, ...] = ()
     max_items: int = 4096
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     @property
     def item_elements(self) -> int:
@@ -37,6 +40,16 @@ class ModelCard(msgspec.Struct, frozen=True):
         for side in self.item_shape:
             elements *= side
         return elements
+
+    def layout_hint(self, item_shape: tuple[int, ...]) -> str:
+        """What to do about an item that comes in the other order of axes; empty where that is not the matter."""
+        if len(item_shape) != 3 or len(self.item_shape) != 3:
+            return ""
+        if self.layout == "NCHW" and (item_shape[2], *item_shape[:2]) == self.item_shape:
+            return " (channels first); start the server with --layout NHWC, or transpose the image"
+        if self.layout == "NHWC" and (*item_shape[1:], item_shape[0]) == self.item_shape:
+            return " (channels last); start the server with --layout NCHW, or transpose the image"
+        return ""
 
     def metadata(self) -> dict[str, Any]:
         """The model metadata object of the protocol."""
@@ -46,6 +59,15 @@ class ModelCard(msgspec.Struct, frozen=True):
             "platform": PLATFORM,
             "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *self.item_shape]}],
             "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, self.classes]}],
+        }
+
+    def parameters(self) -> dict[str, Any]:
+        """What the protocol's metadata has no place for, and a client needs to prepare an image and read an answer."""
+        return {
+            "classes": list(self.labels),
+            "datatypes": list(DATATYPES),
+            "mean": list(self.mean),
+            "std": list(self.std),
         }
 
     def config(self) -> dict[str, Any]:
@@ -71,7 +93,10 @@ class ModelCard(msgspec.Struct, frozen=True):
             "parameters": {
                 "widths": {"string_value": ",".join(f"{width:g}" for width in self.widths)},
                 "segments": {"string_value": str(self.segments)},
-                "also_accepts": {"string_value": "UINT8"},
+                "also_accepts": {"string_value": DATATYPES[1]},
+                "classes": {"string_value": ",".join(self.labels)},
+                "mean": {"string_value": ",".join(f"{value:g}" for value in self.mean)},
+                "std": {"string_value": ",".join(f"{value:g}" for value in self.std)},
             },
         }
 

@@ -136,7 +136,7 @@ def _infer_schema(card: ModelCard) -> Schema:
     }
 
     def output(form: Schema) -> Schema:
-        fields = {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": wished, **form}
+        fields = {"type": ["object", "null"], "additionalProperties": False, "properties": wished, **form}
         return {"type": "object", "required": ["name"], "properties": {"name": {"const": OUTPUT}, "parameters": fields}}
 
     logits: Schema = {"properties": wished | {"classification": {"const": 0}}}
@@ -163,7 +163,7 @@ def _infer_schema(card: ModelCard) -> Schema:
             "id": {"type": ["string", "null"], "maxLength": LONGEST_ID},
             "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": tensors}},
             "outputs": {"anyOf": outputs, "description": "logits, labels, or both, once each"},
-            "parameters": {"type": ["object", "null"], "additionalProperties": PARAMETER, "properties": parameters},
+            "parameters": {"type": ["object", "null"], "additionalProperties": False, "properties": parameters},
         },
     }
 
@@ -218,6 +218,7 @@ SCHEMAS: Schema = {
             "platform": {"type": "string"},
             "inputs": _TENSORS,
             "outputs": _TENSORS,
+            "parameters": {"type": "object", "description": "class names, datatypes, mean and std of the pixels"},
         },
     ),
     "Statistics": _object(["model_stats"], {"model_stats": {"type": "array", "items": {"type": "object"}}}),

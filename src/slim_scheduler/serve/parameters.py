@@ -7,7 +7,8 @@ Whether the ask can be met is the service's question.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,14 @@ import msgspec
 from slim_scheduler.core.types import Seconds, WidthTuple
 from slim_scheduler.serve.metadata import ModelCard
 from slim_scheduler.serve.refusal import invalid, quote
+
+# All request parameters that mean something here; any other is refused, because a misspelt limit is no limit.
+REQUEST = (
+    "accuracy_floor", "binary_data_output", "deadline_ms", "priority", "sequence_end", "sequence_id", "sequence_start",
+    "timeout", "unmet", "width", "widths",
+)  # fmt: skip
+OUTPUT_FORMS = ("binary_data", "classification")
+RESERVED = "triton_"  # Triton's own clients may send parameters that begin so; they mean nothing here
 
 Parameter = bool | int | float | str | list[float] | None
 
@@ -57,6 +66,7 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
     """The constraints in a request's parameters. Raises Refusal naming the parameter and its range."""
     if not parameters:
         return NOTHING_ASKED
+    refuse_unknown(parameters, REQUEST, "parameter")
     for name in SEQUENCES:
         if parameters.get(name):
             raise invalid(f"{name} is set, but {card.name} keeps no state between requests; leave it out")
@@ -78,6 +88,14 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
         timeline=_flag(parameters, "timeline"),
         replaced=served != widths,
     )
+
+
+def refuse_unknown(parameters: Mapping[str, Parameter], known: Sequence[str], what: str) -> None:
+    """Raises Refusal, with the nearest name, for a parameter that nobody would look at."""
+    for name in parameters:
+        if name not in known and not name.startswith(RESERVED):
+            near = get_close_matches(name[:64], known, n=1, cutoff=0.0)[0]
+            raise invalid(f"{what} {quote(name)} does not exist; nearest: {near}; available: {', '.join(known)}")
 
 
 def _deadline(parameters: Mapping[str, Parameter]) -> Seconds | None:

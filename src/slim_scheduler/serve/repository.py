@@ -189,8 +189,9 @@ class Repository:
                 await engine.start()
             except Exception as error:  # whatever is wrong with a file, what was served before goes on
                 self.reasons[name] = quote(error, 300)
-                log.warning("model %s was not changed: %s", name, error)
-                raise invalid(f"{name} was not changed: {quote(error, 300)}") from error
+                kept = "was not changed" if served else f"cannot be served with router {config.router.name}"
+                log.warning("model %s %s: %s", name, kept, error)
+                raise invalid(f"{name} {kept}: {quote(error, 300)}") from error
             self.reasons.pop(name, None)
             log.info("model %s now serves with router %s", name, config.router.name)
             if served is None:
@@ -208,13 +209,17 @@ class Repository:
 def read_card(folder: Path, layout: Layout, max_items: int) -> ModelCard:
     """A model's card from its manifest. Raises CheckpointError."""
     shape = load_shape(Config(model=ModelConfig(path=str(folder))))
-    labels = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=_Labels).classes
-    card = card_of(shape, labels if len(labels) == shape.classes else (), layout, max_items)
-    return msgspec.structs.replace(card, name=folder.name)
+    about = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=_About)
+    card = card_of(shape, about.classes if len(about.classes) == shape.classes else (), layout, max_items)
+    return msgspec.structs.replace(card, name=folder.name, mean=about.mean, std=about.std)
 
 
-class _Labels(msgspec.Struct):
+class _About(msgspec.Struct):
+    """What a manifest tells clients beside the shape."""
+
     classes: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 def _accuracy(folder: Path) -> AccuracyTable | None:

@@ -188,6 +188,7 @@ def serve(
             hurry=hurry,
         ) as bound:
             announce(_addresses(access, bound, Path(loaded.model.path).name))
+            announce(f"live page: {_page(access, bound.http)}")
             await stop.wait()
 
     limit_arenas()
@@ -203,6 +204,13 @@ def _builder(seed: int) -> Build:
         return SlimEngine.from_config(config, seed=seed, recorder=observer)
 
     return build
+
+
+def _page(access: Access, port: int) -> str:
+    """The page's address for a browser on this machine."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    host = everywhere.get(access.host, f"[{access.host}]" if ":" in access.host else access.host)
+    return f"{'https' if access.certificate else 'http'}://{host}:{port}/"
 
 
 def _addresses(access: Access, ports: Ports, model: str) -> str:

@@ -70,7 +70,8 @@ def public_routes(service: Service, registry: CollectorRegistry, live: Live) -> 
         return _json({"models": list(repository.served)})
 
     async def model(request: Request) -> Response:
-        return _json(_find(request).card.metadata())
+        card = _find(request).card
+        return _json({**card.metadata(), "parameters": card.parameters()})
 
     async def config(request: Request) -> Response:
         return _json(_find(request).card.config())
