@@ -27,6 +27,7 @@ from slim_scheduler.engine.cluster.remote_server import RemoteServer
 from slim_scheduler.engine.engine import InferenceResult
 from tests.cluster.lossy import LossySeam
 from tests.engine.live import NETWORK, SHAPE, TOLERANCE, Watch, config_of, expected, images
+from tests.stalls import Stalls
 
 RATE, SHARE = 60.0, 0.25  # items per second, but no more than so much of what the three servers carry on this machine
 CALLERS, ASKED = 12, 16  # so many at a time, each so often, show what they carry
@@ -34,7 +35,6 @@ DEADLINE = 6.0
 SETTLED = 2.0  # seconds of undisturbed load before and after a fault
 STOPPED = 1.6  # a stopped server goes on after so long
 RETURN_LIMIT = 90.0  # Ray gives up a lost machine and starts its servers elsewhere
-STALL_LOOK = 0.02
 WINDOW = 1.0  # throughput is taken over so long
 FALL = 2.0  # seconds after a fault in which throughput may fall because of it; later, Ray starts processes on our cores
 SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wait, so that the cores are not the limit
@@ -47,7 +47,7 @@ class Load:
         self.images = images(256, seed=5)
         self.results: list[tuple[int, InferenceResult]] = []
         self.ended: list[float] = []
-        self.late: list[float] = []
+        self.late: list[tuple[float, float]] = []  # (deadline, when the answer came)
         self._engine = engine
         self.rate = RATE
         self._waiting: list[asyncio.Future[InferenceResult]] = []
@@ -82,7 +82,7 @@ class Load:
     def _note(self, sample: int, at: float, result: InferenceResult) -> None:
         now = self._engine.now()
         self.results.append((sample, result))
-        self.late.append(now - at - DEADLINE)
+        self.late.append((at + DEADLINE, now))
         if result.outcome is Outcome.ANSWERED:
             self.ended.append(now)
 
@@ -105,6 +105,15 @@ class Load:
         again = np.flatnonzero(enough[fallen[0] :])
         return round(0.05 * int(fallen[0] + again[0]), 2) if len(again) else None
 
+    def latest(self, stalls: Stalls, clock: float) -> dict[str, float]:
+        """The latest answer after its deadline, in all and beyond the stalls of this process since the deadline.
+
+        `clock` is the event loop's time at the engine's time 0.
+        """
+        late = [(end, end - deadline, deadline) for deadline, end in self.late if end > deadline]
+        beyond = [by - stalls.between(clock + deadline, clock + end) for end, by, deadline in late]
+        return {"latest": max((by for _, by, _ in late), default=0.0), "beyond_stalls": max(beyond, default=0.0)}
+
     def wrong(self) -> int:
         """Answers that are not the network's own at the widths that ran."""
         by_widths: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
@@ -119,32 +128,13 @@ class Load:
         return wrong
 
 
-class Stalls:
-    """How late the router's own event loop ran: on a crowded machine it sleeps too, and then forgives silence."""
-
-    def __init__(self) -> None:
-        self._late: list[tuple[float, float]] = []
-        self._task = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + STALL_LOOK
-            await asyncio.sleep(STALL_LOOK)
-            self._late.append((loop.time(), loop.time() - due))
-
-    def longest(self, seconds: float) -> float:
-        since = asyncio.get_running_loop().time() - seconds
-        return max([late for at, late in self._late if at >= since], default=0.0)
-
-
 class Story:
     """Faults one after the other under load, and what the router noticed of each."""
 
-    def __init__(self, engine: ClusterEngine, watch: Watch, load: Load, seam: LossySeam) -> None:
+    def __init__(self, engine: ClusterEngine, watch: Watch, load: Load, seam: LossySeam, stalls: Stalls) -> None:
         self.faults: list[dict[str, Any]] = []
         self._engine = engine
-        self._stalls = Stalls()
+        self._stalls = stalls
         self._watch = watch
         self._load = load
         self._seam = seam
@@ -169,7 +159,8 @@ class Story:
         at = self._engine.now()
         FAULTS[kind](victim)
         noticed = await down
-        stalled = self._stalls.longest(noticed - at)
+        await self._stalls.settled()
+        stalled = self._stalls.longest(self._engine.now() - at)
         self.faults.append({"kind": kind, "at": at, "detected": noticed - at, "stalled": stalled})
         if kind == "stop":
             await asyncio.sleep(STOPPED - (self._engine.now() - at))
@@ -215,11 +206,15 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
     print(json.dumps({name: server.place.process for name, server in engine._host.remotes.items()}), flush=True)
     load = Load(engine)
     await load.start()
-    story = Story(engine, watch, load, seam)
+    stalls = Stalls()
+    story = Story(engine, watch, load, seam, stalls)
     await asyncio.sleep(SETTLED)
     for fault in faults:
         await story.tell(fault)
     await load.finish()
+    await stalls.settled()
+    clock = asyncio.get_running_loop().time() - engine.now()
+    lateness = load.latest(stalls, clock)
     counts, ledger = engine.counts["items"], engine._host.ledger
     await engine.stop(grace_s=0)
     return {
@@ -230,8 +225,8 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
         "outcomes": Counter(result.outcome for _, result in load.results),
         "unexplained": [result.outcome for _, result in load.results if result.logits is None and not result.reason],
         "wrong": load.wrong(),
-        "latest": max(load.late),
-        "latency_s": {p: float(np.percentile(load.late, p)) + DEADLINE for p in (50, 95, 99, 100)},
+        **lateness,
+        "latency_s": {p: float(np.percentile([end - at for at, end in load.late], p)) + DEADLINE for p in (50, 95, 99)},
         "faults": [fault | {"back": load.back_after(fault["at"])} for fault in story.faults],
         "changes": [(m.server, m.up, m.reason) for m in watch.seen(ServerChanged)],
         "counts": counts,

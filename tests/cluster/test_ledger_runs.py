@@ -79,8 +79,12 @@ def check_faults(told: dict[str, Any], kind: str) -> None:
     assert faults
     for fault in faults:
         assert fault["detected"] < 1.0 + 2 * fault["stalled"], "a router that slept itself forgives that much silence"
-        assert fault["back"] is not None
-        assert fault["back"] < 3.0
+        assert fault["back"] is not None, "throughput came back while the run lasted"
+
+
+def check_recovery(told: dict[str, Any], kind: str) -> None:
+    """Throughput within 3 s, which needs cores that nothing else uses: make accept."""
+    assert all(fault["back"] < 3.0 for fault in told["faults"] if fault["kind"] == kind)
 
 
 def test_every_item_of_both_runs_has_exactly_one_outcome(told, removed):
@@ -107,9 +111,13 @@ def test_servers_come_back_after_each_fault(told, removed):
         assert all(last.values())
 
 
+def check_lateness(told: dict[str, Any]) -> None:
+    assert told["beyond_stalls"] <= 0.05, "guarantee 8: 50 ms, and what the process itself stood still"
+
+
 def test_no_answer_comes_later_than_the_deadline_allows(told, removed):
-    # 50 ms is promised where the router has a core to itself; here 2 cores carry all
-    assert max(told["latest"], removed["latest"]) < 0.5
+    check_lateness(told)
+    check_lateness(removed)
 
 
 @pytest.mark.parametrize("attempt", range(2))
@@ -136,6 +144,8 @@ def test_server_killed_or_stopped_again_and_again(either_kind, fault):
     told = run(either_kind, *(fault,) * TIMES, limit=1500.0)
     check_ledger(told)
     check_faults(told, fault)
+    check_recovery(told, fault)
+    check_lateness(told)
 
 
 @pytest.mark.accept
@@ -147,6 +157,7 @@ def test_two_machines_removed_again_and_again(either_kind, attempt):
     either_kind.add()
     check_ledger(told)
     check_faults(told, "remove-node")
+    check_recovery(told, "remove-node")
 
 
 @pytest.mark.accept
@@ -154,6 +165,7 @@ def test_two_machines_removed_again_and_again(either_kind, attempt):
 def test_five_minutes_of_lost_doubled_and_late_messages(either_kind):
     told = run(either_kind, "lossy:300", limit=600.0)
     check_ledger(told)
+    check_lateness(told)
     assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 150
 
 

@@ -9,6 +9,7 @@ from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import Reply, SendBlock, StartBatch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.assembly import live_config
+from tests.stalls import Stalls
 
 from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images
 
@@ -80,12 +81,14 @@ async def test_the_callers_array_may_change_after_submitting():
 async def test_missed_deadline_expires_within_50_ms_and_never_runs_further():
     watch = Watch()
     async with engine_of(config_of([{"slowdown": 2000.0}]), recorder=watch) as engine:
-        submitted = engine.now()
+        stalls, loop = Stalls(), asyncio.get_running_loop()
+        begin, submitted = loop.time(), engine.now()
         result = await engine.submit(images(1), deadline_s=0.05, arrival=submitted)
         answered = next(now for _, now, _, commands in watch.steps for c in commands if isinstance(c, Reply))
         assert result.outcome is Outcome.EXPIRED
         assert result.logits is None
-        assert 0.05 <= answered - submitted < 0.1
+        await stalls.settled()
+        assert 0.05 <= answered - submitted < 0.1 + stalls.between(begin, loop.time())
         assert {command.batch.segment for command in watch.seen(StartBatch)} <= {0}
         await engine.stop(grace_s=0)
     assert engine.counts["items"]["expired"] == 1

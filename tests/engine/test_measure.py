@@ -30,13 +30,13 @@ async def test_profile_has_every_piece_at_every_batch_size(tmp_path):
     for segment in range(SHAPE.segments):
         for previous in SHAPE.widths if segment else (None,):
             for width in SHAPE.widths:
-                assert 0 < latency.seconds(segment, previous, width, 1) < 5
-                assert 0 < latency.seconds(segment, previous, width, 8) < 5
-    assert 0 < profile.load_time(max(SHAPE.weight_bytes[3])) < 5
+                assert latency.seconds(segment, previous, width, 1) > 0
+                assert latency.seconds(segment, previous, width, 8) > 0
+    assert profile.load_time(max(SHAPE.weight_bytes[3])) > 0
     for row in profile.latency_rows:
         for median, spread, mean, deviation in zip(row.seconds, row.spread, row.mean, row.deviation, strict=True):
-            assert 0 < median < 5
-            assert 0 < mean < 5
+            assert median > 0
+            assert mean > 0
             assert spread >= 0
             assert deviation > 0
     assert profile.power_source in ("estimated", "counter")

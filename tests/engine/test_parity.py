@@ -1,13 +1,18 @@
 """One brain: what the machines decided live, fresh machines decide again from the record, to the last command."""
 
 import asyncio
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slim_scheduler.core.messages import BatchDone, InstanceUnloaded, RequestCancelled, WakeAt
 from slim_scheduler.core.server.scheduler import RETURN
+from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
-from slim_scheduler.setup.machines import build_dispatcher, build_server
+from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape
 
 from .live import SHAPE, Watch, config_of, engine_of, images
 
@@ -52,8 +57,34 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reent
 
     machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
     machines["dispatcher"] = build_dispatcher(live, SHAPE, "random", None, 7)
+    assert replayed(tmp_path, machines) == len(watch.steps) > 500
+
+
+@pytest.mark.parametrize("router", ["lp", "ppo:examples/demo/policies/balanced"])
+async def test_a_router_that_plans_or_has_learned_decides_the_same_in_a_replay(tmp_path, router):
+    windows = ('servers.0.batch_window_ms="auto"', "servers.1.batch_window_ms=5")
+    config = load_config(Path("examples/demo/cluster.toml"), windows)
+    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    digits = np.random.default_rng(1).standard_normal((300, 1, 8, 8), dtype=np.float32)
+    async with SlimEngine.from_config(config, router=router, seed=7, recorder=recorder) as engine:
+        for i in range(0, 300, 3):
+            engine.submit(digits[i : i + 3], deadline_s=30.0)
+            await asyncio.sleep(0.002)
+        await engine.infer(digits[:1])
+        live = engine.config
+    recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router=router, seed=7))
+    shape = load_shape(live)
+    profiles = load_profiles(live, shape)
+    names = [server.name for server in live.servers]
+    machines = {name: build_server(live, name, shape, profile=profiles[name]) for name in names}
+    machines["dispatcher"] = build_dispatcher(live, shape, router, profiles, 7, read_accuracy(live.model.path))
+    assert replayed(tmp_path, machines) > 300
+
+
+def replayed(folder, machines):
+    """How many steps the record has; each is done again by fresh machines, with the same commands."""
     steps = 0
-    for machine, now, event, commands in replay_steps(read_record(tmp_path / "record.parquet")):
+    for machine, now, event, commands in replay_steps(read_record(folder / "record.parquet")):
         assert machines[machine].handle(event, now) == commands, f"step {steps}: {machine} at {now}: {event}"
         steps += 1
-    assert steps == len(watch.steps) > 500
+    return steps

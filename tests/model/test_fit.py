@@ -118,7 +118,7 @@ def test_a_run_by_the_clock_ends_in_time_with_a_finished_schedule(tmp_path):
     seen = []
     result = fit(TINY, "digits", tmp_path, minutes=0.02, progress=seen.append)
     assert seen[-1].share == 1.0
-    assert 1.2 <= result.seconds < 5.0
+    assert seen[-2].seconds < 1.2 <= result.seconds, "it ended with the first step after its time"
     assert checkpoint.load(tmp_path).classes == 10
 
 

@@ -248,21 +248,33 @@ def test_a_token_is_asked_for_over_http_and_grpc(tmp_path, images):
             assert answer.as_numpy("logits").shape == (3, 10)
 
 
-def test_overload_is_refused_at_once_with_retry_after_and_memory_stays(tmp_path, images):
+def test_overload_is_refused_with_retry_after_and_memory_stays(tmp_path, images):
+    refused_in_a_flood(tmp_path, images)
+
+
+@pytest.mark.accept
+def test_overload_is_refused_within_10_ms(tmp_path, images):
+    found = refused_in_a_flood(tmp_path, images)
+    in_server = 'slim_request_seconds_bucket{le="%s",model="digits",outcome="rejected"}'
+    assert found[in_server % "0.01"] / found[in_server % "+Inf"] >= 0.99
+
+
+def refused_in_a_flood(tmp_path, images) -> dict[str, float]:
+    """600 requests at once, twice, to a server that can take few; returns its metrics."""
     with serving(tmp_path, config=SLOW | {"waiting": 50}) as server:
 
-        async def flood() -> tuple[list[int], list[float]]:
-            statuses, refusals = [], []
+        async def flood() -> tuple[list[int], int]:
+            statuses, refusals = [], 0
 
             async def one(client: AsyncSlimClient) -> None:
-                began = time.perf_counter()
+                nonlocal refusals
                 try:
                     await client.infer(images[:1], Constraints(deadline_ms=3000))
                     statuses.append(200)
                 except RefusedError as refused:
                     statuses.append(refused.status)
                     if re.search("limit is 50|of work wait", str(refused)) and refused.retry_after is not None:
-                        refusals.append(time.perf_counter() - began)
+                        refusals += 1
 
             async with AsyncSlimClient(server.url) as client:
                 await asyncio.gather(*(one(client) for _ in range(600)))
@@ -273,13 +285,11 @@ def test_overload_is_refused_at_once_with_retry_after_and_memory_stays(tmp_path,
         before = process.memory_info().rss
         statuses, refusals = asyncio.run(flood())
         assert set(statuses) <= {200, 503}
-        assert len(refusals) > 300
+        assert refusals > 300
         assert process.memory_info().rss - before < 32 << 20
         found = metrics(server.http)
         conserved(found)
-        in_server = 'slim_request_seconds_bucket{le="%s",model="digits",outcome="rejected"}'
-        within = found[in_server % "0.01"] / found[in_server % "+Inf"]
-        assert within >= 0.99
+        return found
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slim_scheduler.record.recorder import Recorder, RunInfo, record_hash
-from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.sim.host import Simulation, simulate
 from tests.sim.clusters import small_cluster
 
@@ -45,6 +45,20 @@ def hash_of_run(folder: Path, router: str, seed: int) -> str:
 def test_same_seed_gives_the_same_record_and_another_seed_another(tmp_path: Path, router: str) -> None:
     assert hash_of_run(tmp_path, router, 4) == hash_of_run(tmp_path, router, 4)
     assert hash_of_run(tmp_path, router, 4) != hash_of_run(tmp_path, router, 5)
+
+
+@pytest.mark.parametrize("router", ["lp", "ppo:examples/demo/policies/balanced"])
+def test_a_router_that_plans_or_has_learned_gives_the_same_record(router: str) -> None:
+    settings = ("workload.duration_s=1.5", "workload.rate=600", "record.level=full", "telemetry.age_s=0.05")
+    windows = ('servers.0.batch_window_ms="auto"', "servers.1.batch_window_ms=5")
+    config = load_config(Path("examples/demo/cluster.toml"), (*settings, *windows))
+
+    def hash_with(seed: int) -> str:
+        kept = recorder()
+        simulate(config, router, seed, recorder=kept)
+        return hash_of(kept)
+
+    assert hash_with(4) == hash_with(4) != hash_with(5)
 
 
 def test_the_record_does_not_depend_on_the_process_or_its_hash_seed(tmp_path: Path) -> None:
