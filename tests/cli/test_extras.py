@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slim_scheduler.cli.extras import EXTRAS
 from tests.cli.conftest import ROOT, Slim
 
 SOURCE = ROOT / "src/slim_scheduler"
@@ -17,8 +18,9 @@ SOURCE = ROOT / "src/slim_scheduler"
 OPTIONAL = {
     "ray": "engine/cluster/",
     "gymnasium": "training/environment.py",
-    "onnx": "model/",
-    "onnxruntime": "model/",
+    "onnx": ("model/", "engine/devices/"),
+    "onnxruntime": ("model/", "engine/devices/"),
+    "openvino": "engine/devices/openvino.py",
     "opentelemetry": "serve/tracing.py",
     "pynvml": "",
 }
@@ -73,16 +75,26 @@ def test_what_make_demo_installs_has_everything_that_is_imported() -> None:
         assert all(file.startswith(OPTIONAL[module]) for file in files)
 
 
-def test_the_serve_extra_is_in_the_lock() -> None:
+def requirements_of(extra: str) -> set[str]:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for requirement in extras["serve"]:
-        assert normal(re.split(r"[><=]", requirement)[0]) in locked()
+    return {normal(re.split(r"[><=]", requirement)[0]) for requirement in extras[extra]}
+
+
+def test_the_serve_extra_is_in_the_lock() -> None:
+    assert requirements_of("serve") <= locked()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extras_modules_are_those_of_its_packages(extra: str) -> None:
+    providers = {**packages_distributions(), "google": ["protobuf"]}
+    found = {normal(dist) for module in EXTRAS[extra] for dist in providers[module.partition(".")[0]]}
+    assert found == requirements_of(extra)
 
 
 @pytest.mark.parametrize(
     ("blocked", "arguments", "said"),
     [
-        ("uvicorn", ("serve", "--config", "examples/demo/cluster.toml"), "serve needs uvicorn"),
+        ("starlette", ("serve", "--config", "examples/demo/cluster.toml"), "serve needs starlette"),
         ("grpc", ("load", "--url", "grpc://127.0.0.1:9", "--rate", "1"), "load needs grpc"),
     ],
 )
@@ -97,10 +109,10 @@ def test_a_command_without_its_extra_says_which_in_one_line(
 
 
 def test_doctor_lists_what_each_command_lacks() -> None:
-    done = without(("uvicorn", "uvloop", "ray"), "doctor")
+    done = without(("starlette", "uvloop", "ray"), "doctor")
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "note slim serve lacks uvicorn, uvloop" in text
+    assert "note slim serve lacks uvloop, starlette" in text
     assert "note slim bench cluster.address lacks ray" in text
     assert 'pip install "slim-scheduler[serve]"' in text
     assert "every other command has what it needs" in text
@@ -111,9 +123,7 @@ def test_doctor_says_when_nothing_is_lacking(slim: Slim) -> None:
 
 
 def test_help_starts_without_any_heavy_package() -> None:
-    done = without(
-        ("torch", "pyarrow", "matplotlib", "scipy", "starlette", "uvicorn", "grpc", "ray", "numpy"), "--help"
-    )
+    done = without(("torch", "pyarrow", "matplotlib", "scipy", "starlette", "grpc", "ray", "numpy"), "--help")
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout
 

@@ -9,17 +9,19 @@ from importlib.util import find_spec
 # Extra -> the modules that its packages bring.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": (
-        "uvicorn", "uvloop", "httptools", "starlette", "prometheus_client", "grpc", "tritonclient", "google.protobuf"
+        "uvloop", "httptools", "starlette", "prometheus_client", "grpc", "tritonclient", "google.protobuf"
     ),
     "train": ("gymnasium", "tensorboard"),
     "ray": ("ray",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "openvino": ("openvino", "onnx", "onnxruntime"),
 }  # fmt: skip
 # What of a command needs an extra; the rest of it, and every other command, runs without.
 NEEDS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "serve": (("serve", ""), ("ray", "cluster.address")),
+    "serve": (("serve", ""), ("ray", "cluster.address"), ("openvino", "device openvino:CPU")),
     "load": (("serve", ""),),
-    "bench": (("ray", "cluster.address"),),
+    "bench": (("ray", "cluster.address"), ("openvino", "device openvino:CPU")),
+    "measure": (("openvino", "--device openvino:CPU"),),
     "fit": (("onnx", "--teacher with an ONNX file"),),
     "import": (("onnx", ""),),
     "export": (("onnx", ""),),
