@@ -49,7 +49,13 @@ def test_same_seed_gives_the_same_record_and_another_seed_another(tmp_path: Path
 
 @pytest.mark.parametrize("router", ["lp", "ppo:examples/demo/policies/balanced"])
 def test_a_router_that_plans_or_has_learned_gives_the_same_record(router: str) -> None:
-    settings = ("workload.duration_s=1.5", "workload.rate=600", "record.level=full", "telemetry.age_s=0.05")
+    settings = (
+        "workload.duration_s=1.5",
+        "workload.warmup_s=0",
+        "workload.rate=600",
+        "record.level=full",
+        "telemetry.age_s=0.05",
+    )
     windows = ('servers.0.batch_window_ms="auto"', "servers.1.batch_window_ms=5")
     config = load_config(Path("examples/demo/cluster.toml"), (*settings, *windows))
 

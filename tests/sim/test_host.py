@@ -5,6 +5,9 @@ import pytest
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
+    InstanceReady,
+    InstanceUnloaded,
+    LoadInstance,
     Reply,
     ServerReported,
     StartBatch,
@@ -12,6 +15,7 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.types import Outcome, Request
 from slim_scheduler.sim.host import Simulation, simulate
 from tests.sim.clusters import NOBODY, Journal, run_requests, small_cluster
+from tests.sim.devices import small_profile
 
 
 def at(seconds: float) -> object:
@@ -31,6 +35,16 @@ def test_one_item_takes_its_loads_builds_and_batches(tmp_path: Path) -> None:
 def test_the_second_item_finds_everything_loaded(tmp_path: Path) -> None:
     journal = run_requests(small_cluster(tmp_path), [Request(0, (0,), 1.0), Request(1, (1,), 2.0)])
     assert [when for when, _ in journal.commands(Reply)] == [at(1.420), at(2.010)]
+
+
+def test_an_unloaded_instance_comes_back_in_exactly_the_time_of_its_profile(tmp_path: Path) -> None:
+    requests = [Request(0, (0,), 1.0), Request(1, (1,), 2.5)]
+    journal = run_requests(small_cluster(tmp_path, [{"idle_unload_s": 0.5}]), requests)
+    assert len(list(journal.events("a", InstanceUnloaded))) == 2, "both segments, before the second request"
+    assert [when for when, _ in journal.commands(Reply)] == [at(1.420), at(2.920)]
+    asked = {load.instance: now for now, load in journal.commands(LoadInstance)}
+    took = [now - asked[ready.instance] for now, ready in journal.events("a", InstanceReady)]
+    assert took == [at(small_profile().load_time(100_000))] * 4
 
 
 def test_messages_take_the_latency_four_times_and_their_bytes(tmp_path: Path) -> None:
