@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from slim_scheduler.serve.access import Access
 from slim_scheduler.serve.server import Ports, running
@@ -36,6 +40,23 @@ def test_the_readmes_python_runs() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[0 1 2 3]")
+
+
+@pytest.mark.parametrize(
+    ("page", "lines", "use"),
+    [
+        ("own-network", 20, "from slim_scheduler.model.checkpoint import load, save; save(MyResNet(), out); load(out)"),
+        ("own-router", 15, "from slim_scheduler.core.types import Decision; assert Shortest.patience == 0.0"),
+    ],
+)
+def test_the_class_that_a_page_shows_works_as_it_stands(tmp_path: Path, page: str, lines: int, use: str) -> None:
+    program = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)[0]
+    assert len(program.splitlines()) < lines
+    (tmp_path / "mine.py").write_text(program)
+    command = [sys.executable, "-c", f"from mine import *; out = {str(tmp_path / 'model')!r}; {use}"]
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_the_readmes_curl_line_is_answered_with_the_class(monkeypatch) -> None:

@@ -14,7 +14,7 @@ from slim_scheduler.model.images import ImageData
 from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
 
 SMALL_PICTURE = 16  # pixels of height up to which the digits' network and recipe fit
-LEAST_UPDATES = 300  # what a recipe needs on little data; the digits' preset makes 1,200
+LEAST_UPDATES = 600  # what a recipe needs on little data; the digits' preset makes 1,200
 MOST_CHANNELS_PER_GROUP = 16
 SEGMENTS, CHANNELS = 4, 16  # of a network whose user says nothing of them
 

@@ -20,7 +20,7 @@ from slim_scheduler.serve.refusal import invalid, quote
 # All request parameters that mean something here; any other is refused, because a misspelt limit is no limit.
 REQUEST = (
     "accuracy_floor", "binary_data_output", "deadline_ms", "priority", "sequence_end", "sequence_id", "sequence_start",
-    "timeout", "unmet", "width", "widths",
+    "timeline", "timeout", "unmet", "width", "widths",
 )  # fmt: skip
 OUTPUT_FORMS = ("binary_data", "classification")
 RESERVED = "triton_"  # Triton's own clients may send parameters that begin so; they mean nothing here
