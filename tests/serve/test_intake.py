@@ -15,7 +15,7 @@ from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.http import intake
-from slim_scheduler.serve.http.front import HttpFront
+from slim_scheduler.serve.http.front import INFER, HttpFront
 from slim_scheduler.serve.http.intake import AT_ONCE, IN_HAND, PAUSE, WINDOW, Intake, WaitingRequest
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.limits import Limits
@@ -208,10 +208,10 @@ def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyn
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
-    headers = {b"inference-header-content-length": b"%d" % length}
+    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % length}
     front.take(
         client,
-        HttpRequest("POST", path="/v2/models/digits/infer", headers=headers, body=body, read=time.monotonic()),
+        HttpRequest("POST", path=path, infer=INFER.fullmatch(path), headers=headers, body=body, read=time.monotonic()),
     )
     return client.answered
 

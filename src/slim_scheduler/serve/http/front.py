@@ -53,12 +53,13 @@ class HttpFront:
     def check(self, request: HttpRequest, scheme: str) -> int:
         """Whether this client may ask this; returns how long the body may be. Raises Refusal."""
         self._guard.check(request.path, scheme, request.headers)
-        whole_number(request.headers, b"content-length")
-        return self._limits.body_bytes if self._inference and INFER.fullmatch(request.path) else SMALL_BODY
+        if self._inference:
+            request.infer = INFER.fullmatch(request.path)
+        return SMALL_BODY if request.infer is None else self._limits.body_bytes
 
     def take(self, connection: Connection, request: HttpRequest) -> None:
         """Answers a request, now or later."""
-        found = INFER.fullmatch(request.path) if self._inference else None
+        found = request.infer
         if found is None:
             connection.serve(asgi.run(self._routes, connection, request, connection.scheme))
             return

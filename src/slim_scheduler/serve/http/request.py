@@ -22,7 +22,8 @@ class HttpRequest(msgspec.Struct):
     """A request that arrives or has arrived. Names in `fields` and `headers` are in lower case.
 
     `reserved` are the bytes that its body takes of the budget; `limit` is how long the body may be; `read` is when the
-    last byte came, on the monotonic clock. A `refusal` is the answer to what could not be read.
+    last byte came, on the monotonic clock. `infer` has model and version where inference is asked for. A `refusal` is
+    the answer to what could not be read.
     """
 
     method: str = ""
@@ -35,6 +36,7 @@ class HttpRequest(msgspec.Struct):
     keep_alive: bool = False
     whole_head: bool = False
     waits_for_continue: bool = False
+    infer: re.Match[str] | None = None
     limit: int = 0
     reserved: int = 0
     body: bytes | bytearray = b""
