@@ -102,7 +102,8 @@ def serving(
         line = process.stdout.readline().strip()
         started = STARTED.fullmatch(line)
         assert started, f"the server did not start, exit {process.wait(20)}: {line} {errors}"
-        assert process.stdout.readline() == f"live page: {started[2]}://{started[3]}:{started[4]}/\n"
+        page = f"{started[2]}://{started[3].replace('0.0.0.0', '127.0.0.1')}:{started[4]}/"
+        assert process.stdout.readline() == f"live page: {page}\n"
         running = Running(process, *(int(port or 0) for port in started.groups()[3:]), errors)
         yield running
     finally:
