@@ -1,5 +1,8 @@
 """`slim import`: files of networks become a family that can be served."""
 
+import re
+import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +12,11 @@ from slim_scheduler.cli.options import Json, examples
 from slim_scheduler.cli.terminal import console, print_json, progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slim_scheduler.model.family import FamilyManifest
     from slim_scheduler.model.family_import import Wishes
+    from slim_scheduler.setup.config import Config
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="ONNX (.onnx) or torch.export (.pt2), 2 to 16.")]
 Labels = Annotated[Path | None, typer.Option("--labels", help="Class names: one per line, or JSON.")]
@@ -69,6 +75,42 @@ def run_import(files: list[Path], out: Path, data: str | None, wishes: "Wishes")
         raise ConfigError(f'{error.name} is not installed; pip install "slim-scheduler[onnx]"') from None
     with progress(f"importing {out.name}") as show:
         return import_family(files, out, data, wishes, lambda share, what: show(share, what))
+
+
+def found_here(models: list[Path], data: str | None, wishes: "Callable[[], Wishes]", precision: str) -> "Config":
+    """A configuration for a model folder, or for files that become a family in the user's cache first."""
+    from slim_scheduler.engine.automatic import automatic_config
+
+    folder = models[0] if len(models) == 1 and models[0].is_dir() else _cached_family(models, data, wishes())
+    with progress(f"preparing {folder.name}") as show:
+        config, said = automatic_config(folder, precision, lambda share, what: show(share, what))
+    for line in said:
+        print(line, file=sys.stderr, flush=True)
+    return config
+
+
+def _cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path:
+    """The family of these files; imported unless the same files were imported in the same way before."""
+    import hashlib
+
+    from slim_scheduler.core.errors import InputError
+    from slim_scheduler.setup.cache import cache_folder
+
+    digest = hashlib.sha256(repr((data and str(Path(data).resolve()), wishes)).encode())
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"{path} does not exist; give a model folder, or .onnx or .pt2 files")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    stems = [path.stem for path in files]
+    common = "".join(
+        letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*stems, strict=False))
+    )
+    name = re.sub(r"[^A-Za-z0-9]+", "-", common).strip("-") or "family"
+    folder = cache_folder("families") / digest.hexdigest()[:32] / name
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        show_family(run_import(files, folder, data, wishes))
+    return folder
 
 
 def wishes_of(

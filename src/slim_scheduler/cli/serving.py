@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from slim_scheduler.cli.family import Labels, Means, Stds, found_here, wishes_of
 from slim_scheduler.cli.options import examples
 
 HTTP_PORT = 8000
@@ -17,6 +18,8 @@ GRPC_PORT = 8001
 def add(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
+            "slim serve models/digits",
+            "slim serve resnet18.onnx resnet50.onnx --data val/",
             "slim serve --config examples/demo/cluster.toml",
             "slim serve -c examples/demo/cluster.toml --router ppo:examples/demo/policies/balanced --port 8080",
             "SLIM_TOKEN=... slim serve -c cluster.toml --host 0.0.0.0 --allow-host gpu.example.org",
@@ -31,7 +34,20 @@ def add(app: typer.Typer) -> None:
 
 
 def serve(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The servers, the model and the router, a TOML file.")],
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[MODEL | FILE...]", help="A model folder, or .onnx and .pt2 files of one task."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="The servers, the model and the router, a TOML file.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="Images to measure FILEs on, as `slim import`.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Without --config: fp32, or bf16 where an engine has it.")] = "fp32",
+    labels: Labels = None,
+    mean: Means = None,
+    std: Stds = None,
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(min=-1, max=65535, help="gRPC port; -1 for none.")] = GRPC_PORT,
@@ -61,18 +77,29 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; repeatable.")
     ] = None,
 ) -> None:
-    """The server: Open Inference Protocol over HTTP and gRPC, metrics, and the live page at /."""
+    """The server: Open Inference Protocol over HTTP and gRPC, metrics, and the live page at /.
+
+    With a MODEL or FILEs and no configuration it takes what is here: devices, the fastest engine, a profile that is
+    measured once, and a router.
+    """
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.serve.limits import Limits
     from slim_scheduler.serve.server import serve as run
-    from slim_scheduler.setup.config import load_config
+    from slim_scheduler.setup.config import load_config, with_overrides
 
     if layout not in ("NCHW", "NHWC"):
         raise ConfigError(f"layout {layout} is not known; give NCHW or NHWC")
+    if bool(models) == (config is not None):
+        raise ConfigError("give --config FILE, or a model folder, or two or more .onnx or .pt2 files")
     chosen = [*(overrides or ()), *([f"router.name={router}"] if router else ())]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if config is not None:
+        loaded = load_config(config, tuple(chosen))
+    else:
+        found = found_here(models or [], data, lambda: wishes_of(labels, None, None, mean, std), precision)
+        loaded = with_overrides(found, chosen)
     run(
-        load_config(config, tuple(chosen)),
+        loaded,
         host,
         port,
         None if grpc_port < 0 else grpc_port,

@@ -41,6 +41,7 @@ from slim_scheduler.engine.assembly import (
     live_server,
     profiles_if_all,
 )
+from slim_scheduler.engine.automatic import with_fastest_devices
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.executor import Job
@@ -122,7 +123,8 @@ class SlimEngine:
         """Loads the model that the configuration names. Raises InputError's kinds for what cannot be used."""
         if not isinstance(config, Config):
             config = load_config(Path(config))
-        shape = load_shape(config)
+        shape, model = load_shape(config), load_model(config.model.path)
+        config = with_fastest_devices(config, model, shape)
         manifest = load_manifest(config.model.path)
         if config.cluster.address and cls is SlimEngine:
             try:
@@ -135,7 +137,7 @@ class SlimEngine:
             cls = ClusterEngine
         return cls(
             config,
-            load_model(config.model.path),
+            model,
             shape,
             router=router,
             seed=seed,

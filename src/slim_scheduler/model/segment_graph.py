@@ -40,7 +40,7 @@ class GraphExporter:
 
     def __init__(self, model: SlimmableModel) -> None:
         self._model = model
-        self._weights = "" if isinstance(model, Family) else _weights_hash(model)
+        self._weights = "" if isinstance(model, Family) else weights_hash(model)
 
     def graph(self, segment: int, previous_width: float | None, width: float) -> SegmentGraph:
         """The graph of one piece. Raises InputError for a network that cannot be exported."""
@@ -120,7 +120,7 @@ def _exported(module: nn.Module, item: tuple[int, ...], what: str) -> bytes:
     return out.getvalue()
 
 
-def _weights_hash(model: SlimmableModel) -> str:
+def weights_hash(model: SlimmableModel) -> str:
     """SHA-256 over names and values of all tensors; empty for a network that does not show them."""
     if not hasattr(model, "state_dict"):
         return ""

@@ -1,0 +1,216 @@
+"""What `slim serve MODEL` finds out by itself: which devices there are, which engine is the fastest, what it takes.
+
+Everything measured is kept in the user's cache under a hash of the weights, the machine and the versions, so it is
+measured once. Nothing here is needed where a configuration says it all.
+"""
+
+import asyncio
+import hashlib
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from slim_scheduler.core.errors import ConfigError, InputError
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Seconds
+from slim_scheduler.engine.devices.base import Device
+from slim_scheduler.engine.devices.registry import open_device
+from slim_scheduler.engine.hardware import cores, device_name, versions
+from slim_scheduler.engine.measure import measure_model
+from slim_scheduler.model.family import Family
+from slim_scheduler.model.folder import load_model
+from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.model.segment_graph import weights_hash
+from slim_scheduler.setup.accuracy_files import TABLE_FILES
+from slim_scheduler.setup.cache import cache_folder, write_cached
+from slim_scheduler.setup.config import Config, ModelConfig, RouterConfig, ServerConfig
+from slim_scheduler.setup.machines import load_shape
+
+AUTO = "auto"
+GIB = 2**30
+PROFILE_ROUNDS = 1  # of four visits to every point
+TRIAL_BATCHES = (1, 8)
+TRIALS = 5
+MEMORY_SHARE = 0.5  # of the memory that is free now, for a server on the CPU; of a GPU's, 0.8
+POLICY = "policy"  # the folder of a model's own policy, beside its manifest
+
+Progress = Callable[[float, str], None]  # share done, what is being done
+
+
+def automatic_config(
+    folder: Path, precision: str = "fp32", progress: Progress = lambda share, what: None
+) -> tuple[Config, list[str]]:
+    """A configuration for a model on this machine, and what was found out, a line each. Raises InputError's kinds."""
+    if not (folder / "manifest.json").is_file():
+        raise ConfigError(f"{folder} is no model folder; give one, or two or more .onnx or .pt2 files")
+    model = load_model(folder)
+    shape = load_shape(Config(model=ModelConfig(path=str(folder))))
+    said, servers = [], []
+    threads = max(1, cores() - 1)  # the event loop has the other
+    for device, memory_gib in _devices(model):
+        if device == AUTO:
+            device = fastest_device(model, shape, precision, threads, memory_gib, progress)
+        path, fresh = measured_profile(model, device, precision, threads, memory_gib, progress)
+        when = "measured now" if fresh else "kept"
+        said.append(f"device {device} in {precision}, {memory_gib:.1f} GiB; profile {when}: {path}")
+        servers.append(
+            ServerConfig(
+                name=device.replace(":", "-").lower(),
+                device=device,
+                precision=precision,  # type: ignore[arg-type]
+                profile=str(path),
+                vram_budget_gib=memory_gib,
+                threads=threads,
+                max_upgrade=0.0,
+                batch_window_ms=AUTO,  # type: ignore[arg-type]
+            )
+        )
+    router, why = _router(folder, shape)
+    said.append(f"router {router}: {why}")
+    config = Config(model=ModelConfig(path=str(folder)), servers=tuple(servers), router=RouterConfig(name=router))
+    return config, said
+
+
+def with_fastest_devices(config: Config, model: SlimmableModel, shape: ModelShape) -> Config:
+    """The configuration with a name in place of every `device = "auto"`."""
+    if all(server.device != AUTO for server in config.servers):
+        return config
+    servers = [
+        server
+        if server.device != AUTO
+        else msgspec.structs.replace(
+            server,
+            device=fastest_device(model, shape, server.precision, server.threads, server.vram_budget_gib),
+        )
+        for server in config.servers
+    ]
+    return msgspec.structs.replace(config, servers=tuple(servers))
+
+
+def fastest_device(
+    model: SlimmableModel,
+    shape: ModelShape,
+    precision: str,
+    threads: int,
+    memory_gib: float,
+    progress: Progress = lambda share, what: None,
+) -> str:
+    """The CPU engine that takes the least time for the widest network, of those that run `precision`; measured once."""
+    path = cache_folder("engines") / f"{_key(model, 'cpu', precision, threads)}.json"
+    candidates = _candidates(model, precision)
+    if path.is_file():
+        kept = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+        if set(candidates) <= set(kept):
+            return min(candidates, key=lambda device: kept[device])
+    seconds: dict[str, Seconds] = {}
+    for i, device in enumerate(candidates):
+        progress(0.2 * i / len(candidates), f"trying {device}")
+        try:
+            opened = open_device(
+                device,
+                model,
+                shape,
+                threads=threads,
+                max_batch=TRIAL_BATCHES[-1],
+                memory_limit=int(memory_gib * GIB),
+                precision=precision,
+            )
+            seconds[device] = _trial(opened, model)
+        except (InputError, RuntimeError):  # it cannot run this network, or not in this precision
+            seconds[device] = float("inf")
+    if min(seconds.values(), default=float("inf")) == float("inf"):
+        raise ConfigError(f"no engine here runs {shape.name} in {precision}; tried: {', '.join(candidates) or 'none'}")
+    write_cached(path, msgspec.json.encode(seconds))
+    return min(seconds, key=lambda device: seconds[device])
+
+
+def measured_profile(
+    model: SlimmableModel,
+    device: str,
+    precision: str,
+    threads: int,
+    memory_gib: float,
+    progress: Progress = lambda share, what: None,
+) -> tuple[Path, bool]:
+    """The profile of a device for a model, in the user's cache, and whether it was measured just now."""
+    path = cache_folder("profiles") / f"{_key(model, device, precision, threads)}.json"
+    if path.is_file():
+        return path, False
+    profile = asyncio.run(
+        measure_model(
+            model,
+            device,
+            threads=threads,
+            rounds=PROFILE_ROUNDS,
+            memory_gib=memory_gib,
+            precision=precision,
+            progress=lambda done, total: progress(0.2 + 0.8 * done / total, f"measuring {device}"),
+        )
+    )
+    write_cached(path, msgspec.json.encode(profile))
+    return path, True
+
+
+def _devices(model: SlimmableModel) -> list[tuple[str, float]]:
+    """(device, GiB): one server per GPU, else one on the CPU."""
+    import psutil
+
+    if torch.cuda.is_available():
+        names = ["onnxruntime:CUDA"] if isinstance(model, Family) else []  # ONNX Runtime takes the first GPU
+        names = names or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return [(name, 0.8 * torch.cuda.get_device_properties(i).total_memory / GIB) for i, name in enumerate(names)]
+    return [(AUTO, max(0.25, MEMORY_SHARE * psutil.virtual_memory().available / GIB))]
+
+
+def _candidates(model: SlimmableModel, precision: str) -> list[str]:
+    """CPU engines that are installed. Device `cpu` runs a family on ONNX Runtime, so that is not tried twice."""
+    names = ["cpu"] if precision == "fp32" else []
+    if not isinstance(model, Family) and precision == "fp32" and _installed("onnxruntime", "onnx"):
+        names.append("onnxruntime:CPU")
+    if _installed("openvino", "onnx", "onnxruntime"):
+        names.append("openvino:CPU")
+    return names
+
+
+def _installed(*packages: str) -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def _trial(device: Device, model: SlimmableModel) -> Seconds:
+    """The least seconds of the widest network from end to end, over batches of both sizes."""
+    widest = model.widths[-1]
+    total = 0.0
+    with device.thread():
+        instances = [device.load(segment, widest) for segment in range(model.segments)]
+        for size in TRIAL_BATCHES:
+            items = torch.randn(size, *model.item_shape)
+            times = []
+            for _ in range(TRIALS + 1):
+                begin = time.perf_counter()
+                x = items
+                for segment, instance in enumerate(instances):
+                    x = device.run(instance, [(x, row) for row in range(size)], widest if segment else None)
+                times.append(time.perf_counter() - begin)
+            total += min(times[1:])
+        for instance in instances:
+            device.unload(instance)
+    device.close()
+    return total
+
+
+def _router(folder: Path, shape: ModelShape) -> tuple[str, str]:
+    if (folder / POLICY / "manifest.json").is_file():
+        return f"ppo:{folder / POLICY}", "the model's own policy"
+    if any((folder / name).is_file() for name in TABLE_FILES.values()):
+        return "lp", "the most accurate mixture that carries the load"
+    return f"cost-model:{shape.widths[-1]:g}", "nothing says what a width gets right, so the widest serves"
+
+
+def _key(model: SlimmableModel, device: str, precision: str, threads: int) -> str:
+    weights = model.manifest.weights_sha256 if isinstance(model, Family) else weights_hash(model)
+    parts = (model.name, weights, device, device_name(device), precision, threads, versions(device))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
