@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -181,6 +182,72 @@ async def test_models_and_policies_are_swapped_under_load_without_an_error(tmp_p
         index = {row["name"]: row for row in call(server.http, "POST", "/v2/repository/index")[2]}
         assert index["digits"]["state"] == "READY"
         assert index["broken"]["state"] == "UNAVAILABLE"
+
+
+@pytest.mark.timeout(180)
+async def test_several_managers_load_unload_and_swap_learned_policies_at_once_under_load(tmp_path, images):
+    models = tmp_path / "models"
+    for name in ("digits", "other"):
+        shutil.copytree(ROOT / "models/digits", models / name)
+    (models / "broken").mkdir()
+    (models / "broken/manifest.json").write_text("{}")
+    shutil.copytree(ROOT / "examples/demo/policies", tmp_path / "policies")
+    (tmp_path / "policies/torn").mkdir()
+    config = {"model": models / "digits", "router": f"ppo:{tmp_path / 'policies/balanced'}"}
+    with serving(tmp_path, config=config) as server:
+        stop = asyncio.Event()
+        answered = {"digits": 0, "other": 0}
+        managed: Counter[tuple[str, int]] = Counter()
+
+        async def caller(model: str, tolerated: tuple[int, ...]) -> None:
+            async with AsyncSlimClient(server.url, model=model) as client:
+                while not stop.is_set():
+                    try:
+                        await client.infer(images[:1])
+                        answered[model] += 1
+                    except RefusedError as refused:
+                        if refused.status not in tolerated:
+                            raise
+                        await asyncio.sleep(0.01)
+
+        async def manager(path: str, *bodies: dict[str, str]) -> None:
+            """Does the same again and again, as nobody else were there."""
+            for body in bodies * 6:
+                status = await asyncio.to_thread(call, server.management, "POST", f"/v2/repository/models/{path}", body)
+                managed[path, status[0]] += 1
+
+        learned = ({"router": "ppo:balanced"}, {"router": "ppo:efficiency"})
+        callers = [asyncio.create_task(caller("digits", ())) for _ in range(6)]
+        callers += [asyncio.create_task(caller("other", (503,))) for _ in range(3)]
+        await asyncio.gather(
+            manager("digits/policy", *learned),
+            manager("digits/policy", {"router": "jsq:0.25"}, {"router": "ppo:torn"}),
+            manager("digits/load", {}),
+            manager("other/load", {}, {}),
+            manager("other/unload", {}),
+            manager("other/unload", {}),
+            manager("other/policy", *learned),
+            manager("broken/load", {}),
+        )
+        stop.set()
+        await asyncio.gather(*callers)
+        for (path, status), count in managed.items():
+            allowed = {"digits/policy": {200, 400}, "digits/load": {200}, "other/load": {200}, "broken/load": {400}}
+            assert status in allowed.get(path, {200, 404, 503}), (path, status, count)
+        assert managed["digits/policy", 400] == 6, "the torn one, every time"
+        assert answered["digits"] > 0
+        assert answered["other"] > 0
+        assert call(server.management, "POST", "/v2/repository/models/digits/policy", learned[0])[0] == 200
+        assert call(server.management, "POST", "/v2/repository/models/other/load", {})[0] == 200
+        for model in ("digits", "other"):
+            assert infer(server.http, images, f"/v2/models/{model}/infer")[0] == 200
+        found = metrics(server.http)
+        assert found['slim_requests_total{model="digits",outcome="answered"}'] == answered["digits"] + 1
+        for outcome in ("failed", "expired", "rejected"):
+            assert found[f'slim_requests_total{{model="digits",outcome="{outcome}"}}'] == 0
+        for unit in ("requests", "items"):
+            ended = sum(v for k, v in found.items() if k.startswith(f'slim_{unit}_total{{model="digits"'))
+            assert found[f'slim_{unit}_received_total{{model="digits"}}'] == ended
 
 
 def test_unloaded_is_unavailable_and_loads_again(tmp_path, images):
