@@ -45,6 +45,29 @@ class RouteNow(Message, frozen=True, gc=False):
     """The requests that came at the same time have all been told."""
 
 
+class RequestOffered(Message, frozen=True, gc=False):
+    """A front end has read a request: may it come in? If so it waits there until `TakeOffered` names it.
+
+    Its `arrival` is when it was read. `RequestArrived` follows with the same ids, or `OfferWithdrawn`.
+    """
+
+    request: Request
+
+
+class OfferWithdrawn(Message, frozen=True, gc=False):
+    """A request that was offered will not arrive."""
+
+    request_id: RequestId
+
+
+class FrontTurned(Message, frozen=True, gc=False):
+    """The front end could take some of those that it offered. `load` is the share of the last while that its thread
+    worked, in [0, 1]; `after_pause`: it has waited as long as it was asked to."""
+
+    load: float
+    after_pause: bool = False
+
+
 class RequestCancelled(Message, frozen=True, gc=False):
     """The client went away or asked to stop."""
 
@@ -142,6 +165,14 @@ class Reply(Message, frozen=True, gc=False):
     items: tuple[ItemOutcome, ...]
     reason: str = ""
     retry_after: Seconds | None = None
+
+
+class TakeOffered(Message, frozen=True, gc=False):
+    """These requests come in now. If others that were offered wait, the front end turns again at `again`, or in its
+    event loop's next turn where that is None."""
+
+    requests: tuple[RequestId, ...]
+    again: Seconds | None = None
 
 
 class BlockFinished(Message, frozen=True, gc=False):
@@ -259,6 +290,9 @@ class UnloadInstance(Message, frozen=True, gc=False):
 DispatcherEvent = (
     RequestArrived
     | RouteNow
+    | RequestOffered
+    | OfferWithdrawn
+    | FrontTurned
     | RequestCancelled
     | BatchReported
     | TasksReturned
@@ -269,7 +303,9 @@ DispatcherEvent = (
     | RouterTooSlow
     | TimerFired
 )
-DispatcherCommand = SendBlock | CancelTasks | Reply | BlockFinished | RouterFellBack | ServerChanged | WakeAt
+DispatcherCommand = (
+    SendBlock | CancelTasks | Reply | TakeOffered | BlockFinished | RouterFellBack | ServerChanged | WakeAt
+)
 ServerEvent = (
     BlockArrived
     | CancelTasks
@@ -281,5 +317,6 @@ ServerEvent = (
     | DeviceSampled
     | TimerFired
 )
+FRONT_EVENTS = (RequestOffered, OfferWithdrawn, FrontTurned)  # about what waits at a front end, not here
 # The host carries the middle three to the dispatcher as they are.
 ServerCommand = StartBatch | LoadInstance | UnloadInstance | BatchReported | TasksReturned | ServerReported | WakeAt

@@ -5,7 +5,7 @@ refused, and why, is the dispatcher's decision. One engine belongs to one event 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,14 @@ import numpy.typing as npt
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
-from slim_scheduler.core.messages import Reply, RequestCancelled
+from slim_scheduler.core.messages import (
+    FrontTurned,
+    OfferWithdrawn,
+    Reply,
+    RequestCancelled,
+    RequestOffered,
+    TakeOffered,
+)
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import (
@@ -75,6 +82,16 @@ class Waiting:
     followed: bool = False
 
 
+@dataclass(slots=True)
+class Offer:
+    """A request's numbers. `open` until it comes in, is withdrawn, or was `refused`: why, and when to try again."""
+
+    request_id: RequestId
+    items: range
+    open: bool = True
+    refused: tuple[str, Seconds] | None = None
+
+
 class SlimEngine:
     """Serves one network on the servers of a configuration. `async with SlimEngine.from_config(path) as engine: ...`"""
 
@@ -106,6 +123,7 @@ class SlimEngine:
         self._timelines = Timelines(recorder or NoRecorder())
         self._host = self._build_host(model, dispatcher, timed, self._timelines, devices or {})
         self._waiting: dict[RequestId, Waiting] = {}
+        self._offered: Offer | None = None  # the one that is being asked about
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,14 +209,15 @@ class SlimEngine:
         widths: Sequence[float] | None = None,
         accuracy_floor: float | None = None,
         timeline: bool = False,
+        offer: Offer | None = None,
     ) -> InferenceResult:
         """Answers (n, channels, height, width), float32 (normalised) or uint8 (raw pixels), with logits (n, classes).
 
         Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
         be served. Cancelling the awaiting task cancels the request. With `timeline` the result says where the time of
-        every item went, segment by segment.
+        every item went, segment by segment. `offer` is the request's, where it was offered.
         """
-        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None, timeline)
+        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None, timeline, offer)
         try:
             return await future
         except asyncio.CancelledError:
@@ -232,20 +251,21 @@ class SlimEngine:
         accuracy_floor: float | None,
         arrival: Seconds | None,
         timeline: bool = False,
+        offer: Offer | None = None,
     ) -> "tuple[RequestId, asyncio.Future[InferenceResult]]":
         if self._loop is None:
             raise SlimError("the engine is not running; await engine.start() first")
         exact: WidthTuple | None = check_constraints(self.shape, widths, accuracy_floor, deadline_s, priority)
         inputs = checked(items, self.shape, self._normalization)
-        request_id = self._next_request
-        self._next_request += 1
+        if offer is None or not offer.open:
+            offer = self._number(len(inputs))
+        offer.open = False
+        request_id, ids = offer.request_id, offer.items
         future: asyncio.Future[InferenceResult] = self._loop.create_future()
         if self._stopping:
             future.set_result(InferenceResult(None, Outcome.REJECTED, reason="the engine is stopping"))
             return request_id, future
         now = self.now() if arrival is None else arrival
-        ids = range(self._next_item, self._next_item + len(inputs))
-        self._next_item = ids.stop
         constraints = None if exact is None and accuracy_floor is None else Constraints(exact, accuracy_floor)
         deadline = None if deadline_s is None else now + deadline_s
         self._waiting[request_id] = Waiting(ids, future, timeline)
@@ -254,11 +274,63 @@ class SlimEngine:
         self._host.arrive(Request(request_id, tuple(ids), now, deadline, priority, constraints), inputs)
         return request_id, future
 
+    def _number(self, items: int) -> Offer:
+        offer = Offer(self._next_request, range(self._next_item, self._next_item + items))
+        self._next_request += 1
+        self._next_item += items
+        return offer
+
+    # ---- requests that a front end has read, and that wait there
+
+    def offer(
+        self,
+        items: int,
+        *,
+        deadline_s: Seconds | None = None,
+        priority: int = 0,
+        widths: WidthTuple | None = None,
+        accuracy_floor: float | None = None,
+        waited: Seconds = 0.0,
+    ) -> Offer:
+        """Asks whether a request of so many items, read `waited` seconds ago, may come in.
+
+        If it is not refused it waits at the front end until `on_take` names it; then `infer` follows, or `withdraw`.
+        """
+        offer = self._number(items)
+        if self._stopping:
+            offer.open, offer.refused = False, ("the engine is stopping", 1.0)
+            return offer
+        read = self.now() - waited
+        deadline = None if deadline_s is None else read + deadline_s
+        constraints = None if widths is None and accuracy_floor is None else Constraints(widths, accuracy_floor)
+        self._offered = offer
+        request = Request(offer.request_id, tuple(offer.items), read, deadline, priority, constraints)
+        self._host.tell_of_offers(RequestOffered(request))
+        self._offered = None
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Nobody waits for it any more. Does nothing for one that has come in or was refused."""
+        if offer.open:
+            offer.open = False
+            self._host.tell_of_offers(OfferWithdrawn(offer.request_id))
+
+    def turn_front(self, load: float, after_pause: bool = False) -> None:
+        """The front end could take some of its requests; `on_take` is called before this returns."""
+        self._host.tell_of_offers(FrontTurned(load, after_pause))
+
+    def on_take(self, take: Callable[[TakeOffered], None]) -> None:
+        """Whom to tell which requests come in."""
+        self._host.on_take = take
+
     def _cancel(self, request_id: RequestId) -> None:
         if request_id in self._waiting:
             self._host.tell_dispatcher(RequestCancelled(request_id))
 
     def _answer(self, reply: Reply) -> None:
+        if self._offered is not None and self._offered.request_id == reply.request_id:
+            self._offered.open, self._offered.refused = False, (reply.reason, reply.retry_after or 1.0)
+            return
         waiting = self._waiting.pop(reply.request_id)
         logits = None
         if reply.outcome is Outcome.ANSWERED:
@@ -301,10 +373,6 @@ class SlimEngine:
     def held_up(self) -> int:
         """Tasks that no server had credit for at the last decision."""
         return self._host.dispatcher.held_up
-
-    def too_late(self, deadline_s: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
-        """Why a request behind `coming` more items would be refused for its deadline, and when to try again."""
-        return self._host.dispatcher.too_late(deadline_s, coming)
 
     @property
     def servers(self) -> dict[ServerName, ServerView]:

@@ -16,7 +16,6 @@ import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError
-from slim_scheduler.core.types import Outcome
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
@@ -50,21 +49,13 @@ class Served:
         self.accuracy = _accuracy(Path(config.model.path))
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
-        self._refused = {"requests": 0, "items": 0}
 
     def counts(self) -> Counts:
         """Totals of requests and items by outcome, over all engines of this model."""
         total = {unit: dict(row) for unit, row in self._past.items()}
         for engine in (self.engine, *self.finishing):
             _add(total, engine.counts)
-        _add(total, {unit: {"received": count, "rejected": count} for unit, count in self._refused.items()})
         return total
-
-    def count_refused(self, items: int, seconds: float) -> None:
-        """A request was refused before an engine heard of it, so long after it was read."""
-        self._refused["requests"] += 1
-        self._refused["items"] += items
-        self.observer.finished(Outcome.REJECTED, seconds, 0.0)
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""

@@ -26,7 +26,7 @@ from slim_scheduler.serve.repository import Repository, Served
 from slim_scheduler.serve.tracing import Trace
 
 if TYPE_CHECKING:
-    from slim_scheduler.engine.engine import InferenceResult
+    from slim_scheduler.engine.engine import InferenceResult, Offer
 
 EXTENSIONS = (
     "classification",
@@ -72,16 +72,47 @@ class Service:
 
     # ---- inference
 
+    def offer(self, served: Served, asked: Asked, items: int, read: float) -> "Offer":
+        """Whether a request of so many items may come in, which was read at `read` on the monotonic clock.
+
+        Raises Refusal for what would find the queue full, or would be late. What comes in waits at its front end until
+        the engine names it; then `infer` follows.
+        """
+        self._check_serving(served)
+        waited = time.monotonic() - read
+        offer = served.engine.offer(
+            items,
+            deadline_s=asked.deadline,
+            priority=asked.priority,
+            widths=asked.widths,
+            accuracy_floor=asked.accuracy_floor,
+            waited=waited,
+        )
+        if offer.refused is not None:
+            served.observer.finished(Outcome.REJECTED, waited, 0.0)
+            raise Refusal(Kind.UNAVAILABLE, *offer.refused)
+        return offer
+
+    def _check_serving(self, served: Served) -> None:
+        if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:
+            raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
+
     async def infer(
-        self, served: Served, call: InferenceCall, traceparent: str = "", arrived: float | None = None
+        self,
+        served: Served,
+        call: InferenceCall,
+        traceparent: str = "",
+        arrived: float | None = None,
+        offer: "Offer | None" = None,
     ) -> Answer:
         """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
+
+        `offer` is what came in of it, if its front end asked.
 
         While it runs, what the engine keeps of the input and what the answer may take are reserved. Raises Refusal for
         every outcome but an answer.
         """
-        if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:
-            raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
+        self._check_serving(served)
         needed = call.items.size * FLOAT_BYTES + answer_size(call, served.card)
         self.memory.reserve(needed)
         self.in_flight += 1
@@ -90,7 +121,7 @@ class Service:
         began = now if arrived is None else arrived
         outcome = Outcome.CANCELLED
         try:
-            result, unmet = await _run(served, call, now - began)
+            result, unmet = await _run(served, call, now - began, offer)
             outcome = result.outcome
             if outcome is not Outcome.ANSWERED:
                 raise _refusal(outcome, result.reason, result.retry_after)
@@ -170,12 +201,14 @@ def servable(served: Served) -> bool:
     return any(view.up for view in served.engine.servers.values())
 
 
-async def _run(served: Served, call: InferenceCall, waited: float) -> "tuple[InferenceResult, str]":
+async def _run(
+    served: Served, call: InferenceCall, waited: float, offer: "Offer | None"
+) -> "tuple[InferenceResult, str]":
     """The engine's result, and which constraint was given up because the client preferred an answer."""
     asked = call.asked
     if asked.deadline is not None:
         asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
-    result = await _ask(served, call, asked)
+    result = await _ask(served, call, asked, offer)
     if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
         if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
             widest = (max(served.card.widths),) * served.card.segments
@@ -186,7 +219,7 @@ async def _run(served: Served, call: InferenceCall, waited: float) -> "tuple[Inf
     return result, "widths" if asked.replaced else ""
 
 
-async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceResult":
+async def _ask(served: Served, call: InferenceCall, asked: Asked, offer: "Offer | None" = None) -> "InferenceResult":
     try:
         return await served.engine.infer(
             call.items,
@@ -195,6 +228,7 @@ async def _ask(served: Served, call: InferenceCall, asked: Asked) -> "InferenceR
             widths=asked.widths,
             accuracy_floor=asked.accuracy_floor,
             timeline=asked.timeline,
+            offer=offer,
         )
     except InputError as error:
         raise invalid(quote(error, 300)) from error

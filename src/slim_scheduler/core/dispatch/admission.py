@@ -1,20 +1,20 @@
-"""Which arrivals are taken, and which widths a request's constraints leave to the router.
+"""Which requests are taken, and which widths a request's constraints leave to the router.
 
-Owns the waiting limit, the estimates of when to come back and of whether a deadline can be kept, and the resolution of
-fixed widths and accuracy floors. The dispatcher asks; nothing here changes an item.
+Owns the waiting limit, the estimates of when to come back and of whether a deadline can be kept, for both queues: what
+a front end has read and offered (`offers.py`), and what the dispatcher has. Owns the resolution of fixed widths and
+accuracy floors too. The dispatcher asks; nothing here changes an item.
 """
 
 from itertools import product
 from typing import Protocol
 
+from slim_scheduler.core.dispatch.capacity import Capacity
+from slim_scheduler.core.dispatch.offers import Offers
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
 
 DEADLINE_SHARE = 0.5  # of the time to the deadline that may be filled: the rest is for what varies
-WINDOW: Seconds = 0.1  # of one look at the capacity, if it saw enough tasks
-FIRST_WINDOW: Seconds = 0.02  # until then nothing is refused for its deadline, and a tenth of a second fills a queue
-LEAST_TASKS = 32
-LONGEST_WINDOW: Seconds = 2.0
+FULL_RETRY_AFTER: Seconds = 1.0
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
 
 
@@ -22,43 +22,6 @@ class AccuracyPrior(Protocol):
     """Measured top-1 accuracy in [0, 1] of a complete width tuple."""
 
     def top1(self, widths: WidthTuple) -> float: ...
-
-
-class Capacity:
-    """How many items per second the servers, or the process before them, can do: what they did while work waited.
-
-    Counts finished tasks, also of items that expired meanwhile: in a collapse nothing else would be seen. Only windows
-    in which every arrival found work held up tell the rate; of the others it is that of the arrivals, and the servers
-    can do at least that much.
-    """
-
-    def __init__(self, segments: int) -> None:
-        self._segments = segments
-        self._start: Seconds = 0.0
-        self._tasks = 0
-        self._always_waiting = False
-        self._rate: float | None = None
-
-    def arrived(self, held_up: int) -> None:
-        if not held_up:
-            self._always_waiting = False
-
-    def worked(self, tasks: int, now: Seconds) -> None:
-        self._tasks += tasks
-        elapsed = now - self._start
-        window = FIRST_WINDOW if self._rate is None else WINDOW
-        if elapsed < window or (self._tasks < LEAST_TASKS and elapsed < LONGEST_WINDOW):
-            return
-        rate = self._tasks / self._segments / elapsed
-        if self._always_waiting:
-            self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
-        elif self._rate is not None:
-            self._rate = max(self._rate, rate)
-        self._start, self._tasks, self._always_waiting = now, 0, True
-
-    def wait(self, in_flight: int) -> Seconds | None:
-        """How long what was taken takes to end (Little's law). None: never been at capacity."""
-        return in_flight / self._rate if self._rate else None
 
 
 class Admission:
@@ -73,6 +36,33 @@ class Admission:
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
         self._capacity = Capacity(shape.segments)
+        self.offers = Offers()
+
+    def refuse_offer(
+        self, request: Request, waiting: int, held_up: int, in_flight: int, now: Seconds
+    ) -> tuple[str, Seconds] | None:
+        """Why a request that a front end has read may not come in, and when to try again. None: it waits there.
+
+        The counts are those of `refuse`. A floor may be one that is never met, which is found out when it arrives.
+        """
+        items, offers = len(request.items), self.offers
+        if request.constraints is None or request.constraints.accuracy_floor is None:
+            if waiting + offers.items + items > self._max_waiting:
+                return f"the queue is full: {items} items came and the limit is {self._max_waiting}", FULL_RETRY_AFTER
+            if request.deadline is not None:
+                late = self._late_offer(request.deadline - now, held_up, in_flight, now)
+                if late is not None:
+                    return late
+        offers.add(request)
+        return None
+
+    def _late_offer(self, slack: Seconds, held_up: int, in_flight: int, now: Seconds) -> tuple[str, Seconds] | None:
+        wait = self.offers.wait(now)
+        if wait > DEADLINE_SHARE * slack:
+            return f"an answer takes {wait * 1e3:.0f} ms at this load and the deadline is in {slack * 1e3:.0f} ms", wait
+        if not held_up and not self.offers.items:
+            return None
+        return self.too_late(slack, in_flight + self.offers.items)
 
     def refuse(
         self, request: Request, waiting: int, held_up: int, in_flight: int, now: Seconds

@@ -1,9 +1,9 @@
 """The router's side of the loop: global FIFO, routing, collecting results, deadlines.
 
-`Dispatcher.handle` is its only mutator. It owns every request and item in flight (`flight.py`), the waiting tasks
-(`fifo.py`), what is known of the servers (`fleet.py`), who of them takes part (`membership.py`), and what becomes of
-tasks that did not run (`retries.py`). It carries no tensors and talks to nobody: hosts deliver events and perform
-commands.
+`Dispatcher.handle` is its only mutator. It owns every request and item in flight (`items.py`), the waiting tasks
+(`fifo.py`), which requests come in (`admission.py`), what is known of the servers (`fleet.py`), who of them takes part
+(`membership.py`), and what becomes of tasks that did not run (`recovery.py`). It carries no tensors and talks to
+nobody: hosts deliver events and perform commands.
 """
 
 import math
@@ -18,14 +18,19 @@ from slim_scheduler.core.dispatch.fleet import Fleet, SentBlock
 from slim_scheduler.core.dispatch.items import ItemFlight, Ledger
 from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.dispatch.membership import Membership
+from slim_scheduler.core.dispatch.offers import IN_HAND, PAUSE
 from slim_scheduler.core.dispatch.recovery import Retries
 from slim_scheduler.core.messages import (
     BatchReported,
     CancelTasks,
     DispatcherCommand,
     DispatcherEvent,
+    FrontTurned,
+    OfferWithdrawn,
+    Reply,
     RequestArrived,
     RequestCancelled,
+    RequestOffered,
     RouteNow,
     RouterFellBack,
     RouterTooSlow,
@@ -34,6 +39,7 @@ from slim_scheduler.core.messages import (
     ServerJoined,
     ServerLeft,
     ServerReported,
+    TakeOffered,
     TasksReturned,
     TimerFired,
     WakeAt,
@@ -46,6 +52,7 @@ from slim_scheduler.core.types import (
     Block,
     Decision,
     Outcome,
+    Request,
     RequestId,
     Seconds,
     ServerName,
@@ -120,13 +127,6 @@ class Dispatcher:
         """Tasks that were there at the last decision: no server had credit for them."""
         return len(self._fifo) - self._fresh
 
-    def too_late(self, slack: Seconds, coming: int = 0) -> tuple[str, Seconds] | None:
-        """What a request with a deadline in `slack`, behind `coming` more items, would be refused with; None: it may
-        come."""
-        if not self.held_up and not coming:
-            return None
-        return self._admission.too_late(slack, len(self._ledger.items) + coming)
-
     @property
     def blocks(self) -> int:
         """Blocks sent so far, which is the last one's number."""
@@ -153,6 +153,15 @@ class Dispatcher:
                 self._collect(event, now)
             case RequestArrived():
                 self._arrive(event, now)
+                return False
+            case RequestOffered():
+                self._offer(event.request, now)
+                return False
+            case FrontTurned():
+                self._turn_front(event, now)
+                return False
+            case OfferWithdrawn():
+                self._admission.offers.ended(event.request_id)
                 return False
             case ServerReported():
                 self._members.hear(event.report, now)
@@ -213,14 +222,43 @@ class Dispatcher:
     def finish(self, now: Seconds) -> list[DispatcherCommand]:
         """The commands of what was absorbed and decided."""
         self._arm(now)
+        if self._admission.offers.any:
+            self._look_at_offers(now)
         commands = self._commands.copy()
         self._commands.clear()
         return commands
 
     # ---- arrivals
 
+    def _offer(self, request: Request, now: Seconds) -> None:
+        waiting, in_flight = len(self._fifo), len(self._ledger.items)
+        refusal = self._admission.refuse_offer(request, waiting, self.held_up, in_flight, now)
+        if refusal is not None:
+            self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
+
+    def _turn_front(self, event: FrontTurned, now: Seconds) -> None:
+        offers = self._admission.offers
+        taken = offers.turn(event.load, event.after_pause, self._most_in_hand, now)
+        self._commands.append(TakeOffered(taken, now + PAUSE if offers.paused else None))
+
+    def _look_at_offers(self, now: Seconds) -> None:
+        """Answers go out: where the front end pauses, they may make room for a batch."""
+        offers = self._admission.offers
+        for command in self._commands:
+            if isinstance(command, Reply):
+                offers.ended(command.request_id)
+        if offers.paused and offers.room_for_a_batch(self._most_in_hand):
+            offers.paused = False
+            self._commands.append(TakeOffered(()))
+
+    @property
+    def _most_in_hand(self) -> int:
+        """What the servers have at a time, or two batches: more would wait here, where refusing costs more."""
+        return max(IN_HAND, sum(view.limit for view in self._fleet.views.values() if view.up))
+
     def _arrive(self, event: RequestArrived, now: Seconds) -> None:
         request = event.request
+        self._admission.offers.arrived(request.request_id)
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
@@ -380,6 +418,7 @@ class Dispatcher:
     def check_invariants(self) -> None:
         """For tests, after every event: conservation, one place per item, ledgers that agree."""
         self._ledger.check_invariants()
+        self._admission.offers.check_invariants()
         self._fifo.check_invariants()
         self._fleet.check_invariants()
         for flight in self._ledger.items.values():

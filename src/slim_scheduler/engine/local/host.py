@@ -20,10 +20,13 @@ from slim_scheduler.core.messages import (
     BlockArrived,
     CancelTasks,
     DispatcherEvent,
+    FrontTurned,
     LoadInstance,
     Message,
+    OfferWithdrawn,
     Reply,
     RequestArrived,
+    RequestOffered,
     RouteNow,
     RouterTooSlow,
     SendBlock,
@@ -31,6 +34,7 @@ from slim_scheduler.core.messages import (
     ServerJoined,
     ServerReported,
     StartBatch,
+    TakeOffered,
     TasksReturned,
     TimerFired,
     UnloadInstance,
@@ -77,6 +81,7 @@ class Host:
         self.clock = clock
         self.recorder = recorder
         self._answered = answered
+        self.on_take: Callable[[TakeOffered], None] = _nobody_offers
         self._timers = Timers(clock, self._fire)
         self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
         self._routes_soon = False
@@ -110,6 +115,10 @@ class Host:
             asyncio.get_running_loop().call_soon(self._go_round)
         self._arrived[request.request_id] = request, items
         self._step_dispatcher(RequestArrived(request))
+
+    def tell_of_offers(self, event: RequestOffered | OfferWithdrawn | FrontTurned) -> None:
+        """A front end asks or tells; what follows for it has happened when this returns."""
+        self._step_dispatcher(event)
 
     def tell_dispatcher(self, event: DispatcherEvent) -> None:
         self._events.append((None, event))
@@ -170,6 +179,8 @@ class Host:
                 case Reply():
                     self._arrived.pop(command.request_id, None)  # refused: its inputs are not needed
                     self._answered(command)
+                case TakeOffered():
+                    self.on_take(command)
                 case CancelTasks():
                     self._events.append((command.server, command))
                 case WakeAt(at):
@@ -194,3 +205,7 @@ class Host:
                     server.unload(command)
                 case WakeAt(at):
                     self._timers.wake(server.name, at)
+
+
+def _nobody_offers(command: TakeOffered) -> None:
+    raise AssertionError(f"{command} without a front end")

@@ -8,18 +8,15 @@ put in its model's intake, without an application or a task in between. Every re
 import asyncio
 import logging
 import re
-import time
-from functools import partial
 
 from slim_scheduler.serve.access import Guard
 from slim_scheduler.serve.compression import inflate
 from slim_scheduler.serve.decode import InferenceCall, call_of, read_header
 from slim_scheduler.serve.encode import Answer, encode_answer
 from slim_scheduler.serve.http import asgi
-from slim_scheduler.serve.http.admission import turned_away
 from slim_scheduler.serve.http.connection import Connection
 from slim_scheduler.serve.http.fields import compressed, traceparent, whole_number
-from slim_scheduler.serve.http.intake import IN_HAND, Intake, WaitingRequest
+from slim_scheduler.serve.http.intake import Intake, WaitingRequest
 from slim_scheduler.serve.http.reply import JSON, Field, Reply, refused
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.http.routes import SMALL_BODY
@@ -82,14 +79,14 @@ class HttpFront:
         """To the model's intake. Raises Refusal, also for who would be late: before the numbers are looked at."""
         json_length = whole_number(request.headers, b"inference-header-content-length")
         header = read_header(request.body, json_length, served.card, self._limits)
-        intake = self._intake(served.card.name)
-        if header.asked.accuracy_floor is None:  # a floor may be one that is never met, which the dispatcher knows
-            late = turned_away(served.engine, header.asked.deadline, header.items, intake)
-            if late is not None:
-                served.count_refused(header.items, time.monotonic() - request.read)
-                raise Refusal(Kind.UNAVAILABLE, *late)
-        call = call_of(header, request.body, served.card, self._limits)
-        intake.put(WaitingRequest(connection, request, served, call))
+        intake = self._intake(served)
+        offer = self._service.offer(served, header.asked, header.items, request.read)
+        try:
+            call = call_of(header, request.body, served.card, self._limits)
+        except Refusal:
+            served.engine.withdraw(offer)
+            raise
+        intake.put(WaitingRequest(connection, request, served, call, offer))
 
     async def _inflate(self, connection: Connection, request: HttpRequest, served: Served, encoding: bytes) -> None:
         """The same for a body that is compressed."""
@@ -103,18 +100,12 @@ class HttpFront:
             log.exception("a defect of the server, in infer")
             self._answer(connection, request, refused(DEFECT))
 
-    def _intake(self, name: str) -> Intake:
-        """That of a model that is served."""
-        intake = self._intakes.get(name)
-        if intake is None:
-            intake = self._intakes[name] = Intake(self._begin, partial(self._most_in_hand, name))
+    def _intake(self, served: Served) -> Intake:
+        """That of a model's engine; what waits at the one before it is begun by and by, on the new one."""
+        intake = self._intakes.get(served.card.name)
+        if intake is None or intake.engine is not served.engine:
+            intake = self._intakes[served.card.name] = Intake(served.engine, self._begin)
         return intake
-
-    def _most_in_hand(self, name: str) -> int:
-        """What the servers have at a time, or two batches: more would wait in the engine, where refusing costs more."""
-        served = self._service.repository.served.get(name)
-        views = served.engine.servers.values() if served is not None else ()
-        return max(IN_HAND, sum(view.limit for view in views if view.up))
 
     def _begin(self, waiting: WaitingRequest) -> asyncio.Task[None] | None:
         return None if waiting.connection.gone else waiting.connection.serve(self._infer(waiting))
@@ -122,7 +113,7 @@ class HttpFront:
     async def _infer(self, waiting: WaitingRequest) -> None:
         request, served, call = waiting.request, waiting.served, waiting.call
         try:
-            answer = await self._service.infer(served, call, traceparent(request.headers), request.read)
+            answer = await self._service.infer(served, call, traceparent(request.headers), request.read, waiting.offer)
             if call.outputs and len(call.outputs) * answer.logits.size > ENCODED_INLINE:
                 reply = await asyncio.to_thread(_reply, call, answer, served, request)
             else:

@@ -1,0 +1,192 @@
+"""Requests that a front end has read wait there while it has no time, and come in at once while it has."""
+
+import pytest
+
+from slim_scheduler.core.dispatch.offers import AT_ONCE, BUSY, IN_HAND, PAUSE, Offers
+from slim_scheduler.core.messages import FrontTurned, OfferWithdrawn, RequestOffered, TakeOffered, WakeAt
+from slim_scheduler.core.types import Outcome, Request
+from tests.core.networks import arrive, dispatcher, done, only, replies, request, sent
+
+HARD, EASY = 0.95, 0.3  # loads
+
+
+def offered(first: int, end: int, at: float = 0.0, items: int = 2) -> list[Request]:
+    return [Request(number, tuple(range(items * number, items * (number + 1))), at) for number in range(first, end)]
+
+
+class Front:
+    """A front end that offers, turns and answers; what it took, in order."""
+
+    def __init__(self) -> None:
+        self.offers = Offers()
+        self.now = 0.0
+        self.taken: list[int] = []
+        self.answered = 0
+        self.number = 0
+
+    def offer(self, count: int) -> None:
+        for one in offered(self.number, self.number + count, self.now):
+            self.offers.add(one)
+        self.number += count
+
+    def turn(self, load: float, after_pause: bool = False) -> None:
+        taken = self.offers.turn(load, after_pause, IN_HAND, self.now)
+        for request_id in taken:
+            self.offers.arrived(request_id)
+        self.taken += taken
+        self.offers.check_invariants()
+
+    def answer(self, count: int) -> None:
+        done = self.taken[self.answered : self.answered + count]
+        for request_id in done:
+            self.offers.ended(request_id)
+        self.answered += len(done)
+        self.offers.check_invariants()
+
+
+def test_those_that_wait_come_in_in_order_a_batch_at_a_time():
+    front = Front()
+    front.offer(100)
+    for end in (AT_ONCE, 2 * AT_ONCE, 3 * AT_ONCE, 100):
+        front.turn(EASY)
+        assert front.taken == list(range(end))
+    assert not front.offers.paused
+    assert front.offers.wait(0.0) == 0.0
+
+
+def test_a_front_end_without_time_holds_back_until_answers_are_out():
+    front = Front()
+    front.offer(200)
+    for _ in range(4):
+        front.turn(HARD)
+        front.turn(HARD, after_pause=True)
+    assert front.taken == list(range(IN_HAND))
+    assert front.offers.paused
+    front.now = 0.3
+    assert front.offers.wait(front.now) == pytest.approx(0.3), "no rate is known, but how long the first has waited"
+    assert front.offers.items == 2 * (200 - IN_HAND)
+    front.answer(AT_ONCE - 1)
+    front.turn(HARD)
+    assert front.offers.paused, "a batch that ends may make room for a full one"
+    front.turn(HARD, after_pause=True)
+    assert front.taken == list(range(IN_HAND + AT_ONCE - 1)), "none did"
+    front.turn(EASY)
+    assert front.taken == list(range(IN_HAND + 2 * AT_ONCE - 1))
+
+
+def steady(front: Front, seconds: float, batches: int) -> None:
+    """A front end that is never idle and answers a batch in so many seconds; as much comes as is answered."""
+    for _ in range(batches):
+        front.now += seconds
+        front.answer(AT_ONCE)
+        front.offer(AT_ONCE)
+        front.turn(HARD)
+
+
+def test_how_long_an_answer_takes_follows_from_the_rate_of_late():
+    front = Front()
+    front.offer(5 * AT_ONCE)
+    front.turn(HARD)
+    front.turn(HARD)
+    for seconds in (0.02, 0.05, 0.01):
+        steady(front, seconds, 100)
+        assert front.offers.wait(front.now) == pytest.approx(5 * seconds, rel=0.1), "those in hand are waited for too"
+
+
+def test_a_front_end_with_time_says_nothing_of_what_it_could_do():
+    front = Front()
+    front.offer(5 * AT_ONCE)
+    front.turn(HARD)
+    front.turn(HARD)
+    steady(front, 0.02, 100)
+    for _ in range(20):
+        front.answer(AT_ONCE)
+        front.turn(EASY)
+    for _ in range(3):
+        front.now += 10.0  # hardly anybody comes
+        front.offer(AT_ONCE)
+        front.turn(EASY)
+        front.answer(AT_ONCE)
+    assert front.offers.wait(front.now) == 0.0
+    front.offer(5 * AT_ONCE)
+    assert front.offers.wait(front.now) == pytest.approx(5 * 0.02, rel=0.1), "what was measured while it was busy"
+
+
+def test_who_leaves_is_forgotten_wherever_it_is():
+    front = Front()
+    front.offer(AT_ONCE + 3)
+    taken = front.offers.turn(EASY, False, IN_HAND, 0.0)
+    front.offers.arrived(taken[0])
+    for request_id in (taken[0], taken[1], AT_ONCE, 999):
+        front.offers.ended(request_id)
+        front.offers.check_invariants()
+    assert front.offers.items == 2 * (AT_ONCE - 2 + 2)
+
+
+# ---- with the dispatcher
+
+
+def offer(made, request_id: int, now: float, **asked):
+    return made.handle(RequestOffered(request(request_id, at=now, **asked).request), now)
+
+
+def finish_all(made, commands, now: float):
+    """Runs every block that was sent, and those that follow; all commands that come of it."""
+    told, blocks = [], sent(commands)
+    while blocks:
+        more = made.handle(done(blocks.pop(0), now), now)
+        told += more
+        blocks += sent(more)
+    return told
+
+
+def test_an_offer_that_finds_the_queue_full_is_refused_once_and_those_on_the_way_count():
+    made = dispatcher(credit=2, max_waiting_items=4)
+    assert [replies(offer(made, number, 0.0)) for number in range(4)] == [[]] * 4
+    (refused,) = replies(offer(made, 4, 0.0))
+    assert refused.outcome is Outcome.REJECTED
+    assert refused.reason == "the queue is full: 1 items came and the limit is 4"
+    assert made.handle(FrontTurned(EASY), 0.1)[0] == TakeOffered((0, 1, 2, 3))
+    assert replies(offer(made, 5, 0.1)), "they are on their way"
+    arrive(made, request(0), 0.1)
+    assert not replies(offer(made, 6, 0.1)), "one went on to a server"
+    made.handle(OfferWithdrawn(1), 0.2)
+    assert not replies(offer(made, 7, 0.2))
+    made.check_invariants()
+    assert made.counts["requests"] == {
+        "received": 3, "answered": 0, "rejected": 2, "expired": 0, "cancelled": 0, "failed": 0, "in_flight": 1,
+    }  # fmt: skip
+
+
+def test_an_offer_that_would_be_late_behind_those_that_wait_is_refused():
+    made = dispatcher()
+    offer(made, 0, 0.0)
+    (late,) = replies(offer(made, 1, 1.1, deadline=3.0))
+    assert "an answer takes 1100 ms at this load and the deadline is in 1900 ms" in late.reason
+    assert not replies(offer(made, 2, 1.1, deadline=9.0))
+    assert not replies(offer(made, 3, 1.1))
+    assert not replies(offer(made, 4, 1.1, deadline=3.0, accuracy_floor=0.9)), "it may be one that nothing reaches"
+
+
+def test_a_busy_front_end_is_told_when_to_turn_again_and_that_answers_made_room():
+    made = dispatcher(credit=IN_HAND)
+    for number in range(IN_HAND + 8):
+        offer(made, number, 0.0)
+    running = []
+    for _ in range(2):
+        (take,) = only(made.handle(FrontTurned(BUSY), 0.0), TakeOffered)
+        for request_id in take.requests:
+            running += arrive(made, request(request_id), 0.0)
+    assert only(made.handle(FrontTurned(BUSY), 0.0), TakeOffered) == [TakeOffered((), PAUSE)]
+    told = finish_all(made, running, 1.0)
+    assert len(replies(told)) == IN_HAND
+    assert only(told, TakeOffered) == [TakeOffered(())], "once, when there is room for a batch"
+    assert only(made.handle(FrontTurned(BUSY), 1.0), TakeOffered)[0].requests == tuple(range(IN_HAND, IN_HAND + 8))
+    made.check_invariants()
+
+
+def test_nothing_about_offers_asks_for_routing():
+    made = dispatcher()
+    made.handle(request(0), 0.0)  # waits for those that come with it
+    assert only(offer(made, 1, 0.0), WakeAt) == []
+    assert made.fifo_length == 1
