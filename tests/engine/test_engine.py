@@ -222,3 +222,14 @@ def test_live_servers_on_one_device_move_activations_for_nothing():
 def test_profiles_are_no_live_devices():
     with pytest.raises(ConfigError, match="device rtx-2080-ti cannot run live"):
         engine_of(config_of([{"device": "rtx-2080-ti"}]))
+
+
+async def test_what_was_offered_to_an_engine_that_another_replaced_gets_numbers_of_its_own_there():
+    async with engine_of(config_of()) as old, engine_of(config_of()) as new:
+        offer = old.offer(1)
+        running = new.submit(images(1))
+        both = await asyncio.wait_for(asyncio.gather(new.infer(images(1), offer=offer), running), 20)
+        assert [result.outcome for result in both] == [Outcome.ANSWERED] * 2
+        assert offer.open, "it still waits at the old one"
+        old.withdraw(offer)
+        assert not offer.open

@@ -104,7 +104,7 @@ async def mixed_load(server: Running, until: float) -> Counter[str]:
             statuses = await send_all(server.http, list(malformed(seed, 200)), callers=4)
             assert {status for status in statuses if status >= 500} <= {503}
             found = await test_hostile_rpc.send_all(server.grpc, list(test_hostile_rpc.malformed(seed, 100)), callers=4)
-            assert set(found) <= test_hostile_rpc.ALLOWED
+            assert set(found) <= test_hostile_rpc.ALLOWED, (seed, found, server.errors[-20:])
             seed += 1
 
     async def large_messages() -> None:

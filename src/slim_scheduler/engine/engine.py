@@ -84,8 +84,10 @@ class Waiting:
 
 @dataclass(slots=True)
 class Offer:
-    """A request's numbers. `open` until it comes in, is withdrawn, or was `refused`: why, and when to try again."""
+    """A request's numbers at an engine, its `owner`. `open` until it comes in, is withdrawn, or was `refused`: why, and
+    when to try again."""
 
+    owner: "SlimEngine"
     request_id: RequestId
     items: range
     open: bool = True
@@ -257,7 +259,7 @@ class SlimEngine:
             raise SlimError("the engine is not running; await engine.start() first")
         exact: WidthTuple | None = check_constraints(self.shape, widths, accuracy_floor, deadline_s, priority)
         inputs = checked(items, self.shape, self._normalization)
-        if offer is None or not offer.open:
+        if offer is None or not offer.open or offer.owner is not self:  # its owner may have been replaced
             offer = self._number(len(inputs))
         offer.open = False
         request_id, ids = offer.request_id, offer.items
@@ -275,7 +277,7 @@ class SlimEngine:
         return request_id, future
 
     def _number(self, items: int) -> Offer:
-        offer = Offer(self._next_request, range(self._next_item, self._next_item + items))
+        offer = Offer(self, self._next_request, range(self._next_item, self._next_item + items))
         self._next_request += 1
         self._next_item += items
         return offer
