@@ -2,12 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.profile import LatencyTable
+from slim_scheduler.core.profile import Curve, Latency, LatencyTable, Profile
 from slim_scheduler.engine import automatic
-from slim_scheduler.engine.automatic import automatic_config, fastest_device, measured_profile, with_fastest_devices
+from slim_scheduler.engine.automatic import (
+    automatic_config,
+    fastest_device,
+    largest_batch,
+    measured_profile,
+    with_fastest_devices,
+)
 from slim_scheduler.engine.devices.openvino import precisions
 from slim_scheduler.model.family import load_family
 from slim_scheduler.model.family_import import import_family
@@ -85,6 +92,17 @@ def test_auto_never_leaves_the_precision() -> None:
     assert fastest_device(NETWORK, SHAPE, "bf16", 1, 1.0) == "openvino:CPU"
     with pytest.raises(ConfigError, match="no engine here runs tiny in fp16"):
         fastest_device(NETWORK, SHAPE, "fp16", 1, 1.0)
+
+
+def test_batches_end_within_a_quarter_of_a_second() -> None:
+    rows = (Latency(0, None, 1.0, (0.01, 0.05, 0.1)), Latency(0, None, 2.0, (0.06, 0.24, 0.48)))
+    profile = Profile(
+        device="cpu", model="m", source="measured", batches=(1, 4, 8), latency_rows=rows, load_s=0.0,
+        load_bytes_per_s=1e9, memory_bytes=1, power=Curve((0.0,), (1.0,)),
+    )  # fmt: skip
+    assert largest_batch(profile) == 4
+    slow = Latency(0, None, 2.0, (0.6, 2.4, 4.8))
+    assert largest_batch(msgspec.structs.replace(profile, latency_rows=(slow,))) == 1
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:

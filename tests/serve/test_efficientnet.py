@@ -22,6 +22,8 @@ from PIL import Image
 
 from slim_scheduler.client.client import SlimClient
 from slim_scheduler.client.load import load
+from slim_scheduler.engine.automatic import largest_batch
+from slim_scheduler.setup.profiles import read_profile
 from tests.serve.conftest import ROOT, STARTED, Running
 from tests.serve.test_page import CHROMIUM, READY, until
 from tests.serve.wire import metrics
@@ -186,8 +188,10 @@ def shown(page: object) -> np.ndarray:
 def test_rank_follows_the_load(running: Running, cache: Path, page: object) -> None:
     """Calm: the largest network. A surge that it could not carry: the smallest. Calm again: the largest again."""
     (path,) = (cache / "slim-scheduler/profiles").iterdir()
-    rows = {row["width"]: row["mean"] for row in json.loads(path.read_text())["latency_rows"]}
-    most = {rank: 32 / seconds[-1] for rank, seconds in rows.items()}  # items per second in full batches
+    profile = read_profile(path)
+    batch = largest_batch(profile)
+    at = profile.batches.index(batch)
+    most = {row.width: batch / row.mean[at] for row in profile.latency_rows}  # items per second in full batches
     assert most[1.0] > 1.3 * most[3.0], "the small network is not much faster here: nothing to choose"
     surge = 0.5 * (most[1.0] + most[3.0])
 
@@ -208,7 +212,9 @@ def test_rank_follows_the_load(running: Running, cache: Path, page: object) -> N
         while client.infer(square("coffee", SIZES[-1])[None]).queue_ms > 500:
             pass  # what the surge left is worked off
     again = phase(0.1 * most[3.0], 6)
-    print("shares of ranks 1, 2, 3:", calm.round(2), surging.round(2), again.round(2))
+    print(
+        "items/s:", most, "surge:", surge, "shares of ranks 1, 2, 3:", calm.round(2), surging.round(2), again.round(2)
+    )
     assert calm[2] > 0.8
     assert surging[0] > 0.5
     assert again[2] > 0.8

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from slim_scheduler.core.errors import ConfigError, InputError
+from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.engine.devices.base import Device
@@ -29,12 +30,14 @@ from slim_scheduler.setup.accuracy_files import TABLE_FILES
 from slim_scheduler.setup.cache import cache_folder, write_cached
 from slim_scheduler.setup.config import Config, ModelConfig, RouterConfig, ServerConfig
 from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.profiles import read_profile
 
 AUTO = "auto"
 GIB = 2**30
 PROFILE_ROUNDS = 1  # of four visits to every point
 TRIAL_BATCHES = (1, 8)
 TRIALS = 5
+LONGEST_BATCH: Seconds = 0.25
 MEMORY_SHARE = 0.5  # of the memory that is free now, for a server on the CPU; of a GPU's, 0.8
 POLICY = "policy"  # the folder of a model's own policy, beside its manifest
 
@@ -56,7 +59,10 @@ def automatic_config(
             device = fastest_device(model, shape, precision, threads, memory_gib, progress)
         path, fresh = measured_profile(model, device, precision, threads, memory_gib, progress)
         when = "measured now" if fresh else "kept"
-        said.append(f"device {device} in {precision}, {memory_gib:.1f} GiB; profile {when}: {path}")
+        batch = largest_batch(read_profile(path))
+        said.append(
+            f"device {device} in {precision}, {memory_gib:.1f} GiB, batches up to {batch}; profile {when}: {path}"
+        )
         servers.append(
             ServerConfig(
                 name=device.replace(":", "-").lower(),
@@ -65,6 +71,7 @@ def automatic_config(
                 profile=str(path),
                 vram_budget_gib=memory_gib,
                 threads=threads,
+                max_batch=batch,
                 max_upgrade=0.0,
                 batch_window_ms=AUTO,  # type: ignore[arg-type]
             )
@@ -153,6 +160,17 @@ def measured_profile(
     )
     write_cached(path, msgspec.json.encode(profile))
     return path, True
+
+
+def largest_batch(profile: Profile) -> int:
+    """The largest measured batch that no piece of the network keeps a device busy with for longer than `LONGEST_BATCH`.
+
+    A server holds two such batches that are decided about already: the longer they take, the later it follows a load.
+    """
+    times = [row.mean or row.seconds for row in profile.latency_rows]
+    longest = [max(seconds[i] for seconds in times) for i in range(len(profile.batches))]
+    fits = [size for size, seconds in zip(profile.batches, longest, strict=True) if seconds <= LONGEST_BATCH]
+    return max(fits, default=profile.batches[0])
 
 
 def _devices(model: SlimmableModel) -> list[tuple[str, float]]:
