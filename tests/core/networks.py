@@ -58,9 +58,14 @@ def jsq(width: str = "0.5") -> Router:
 
 
 def dispatcher(
-    router: Router | None = None, servers: tuple[str, ...] = ("a",), credit: int = 8, accuracy=None, **limits
+    router: Router | None = None,
+    servers: tuple[str, ...] = ("a",),
+    credit: int = 8,
+    accuracy=None,
+    escalation=None,
+    **limits,
 ) -> Dispatcher:
-    made = Dispatcher(DispatchLimits(**limits), SHAPE, router or jsq(), jsq(), default_rng(0), accuracy)
+    made = Dispatcher(DispatchLimits(**limits), SHAPE, router or jsq(), jsq(), default_rng(0), accuracy, escalation)
     for server in servers:
         made.handle(ServerJoined(server, credit), 0.0)
     return made
@@ -118,7 +123,8 @@ def replies(commands) -> list[Reply]:
     return only(commands, Reply)
 
 
-def done(block, at, width=None, server=None):
+def done(block, at, width=None, server=None, margins=()):
     """The server's word that all of a block ran."""
     tasks = tuple(task.task_id for task in block.tasks)
-    return BatchReported(server or block.server, 0, 1, block.segment, width or block.width, tasks, at - 0.01, at)
+    ran = width or block.width
+    return BatchReported(server or block.server, 0, 1, block.segment, ran, tasks, at - 0.01, at, margins=margins)

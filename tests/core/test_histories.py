@@ -33,6 +33,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
+from slim_scheduler.core.router.escalation import FixedEscalation
 from slim_scheduler.core.router.heuristics import RandomRouter
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Outcome
@@ -273,6 +274,9 @@ class DispatcherHistory(RuleBasedStateMachine):
                     pass
         return commands
 
+    def margins(self, block, tasks):
+        return ()
+
     def tell_later(self, event):
         self.said.append(event)
 
@@ -314,7 +318,9 @@ class DispatcherHistory(RuleBasedStateMachine):
         event = (
             TasksReturned(server, 0, some, "device lost")
             if returned
-            else BatchReported(server, 0, 1, first.segment, width, some, self.now - 0.001, self.now, 0.5)
+            else BatchReported(
+                server, 0, 1, first.segment, width, some, self.now - 0.001, self.now, 0.5, (), self.margins(first, some)
+            )
         )
         self.tell(event)
         self.said.append(event)
@@ -382,6 +388,29 @@ class DispatcherHistory(RuleBasedStateMachine):
         assert not self.open, f"requests {sorted(self.open)} never got a reply"
 
 
+class EscalationHistory(DispatcherHistory):
+    """The same where items of a small margin run again, wide."""
+
+    def __init__(self):
+        super().__init__()
+        self.dispatcher = dispatcher(
+            self.router(),
+            servers=("a", "b", "c"),
+            credit=6,
+            max_waiting_items=25,
+            escalation=FixedEscalation((1.0,) * SEGMENTS, 0.5),
+        )
+
+    def margins(self, block, tasks):
+        return tuple((task % 4) / 4 for task in tasks) if block.segment == SEGMENTS - 1 else ()
+
+    def tell(self, event):
+        commands = super().tell(event)
+        for item in [i for c in commands if isinstance(c, Reply) for i in c.items if i.outcome is Outcome.ANSWERED]:
+            assert item.passes == 1 or (item.widths == (1.0,) * SEGMENTS and len(item.other_widths) == SEGMENTS)
+        return commands
+
+
 class RandomRouterHistory(DispatcherHistory):
     """The same with the router that holds its head for a full server."""
 
@@ -419,6 +448,7 @@ def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_
         (WindowHistory, HISTORIES),
         (AutomaticWindowHistory, HISTORIES // 2),
         (DispatcherHistory, HISTORIES),
+        (EscalationHistory, HISTORIES),
         (RandomRouterHistory, HISTORIES // 4),
         (PatientRouterHistory, HISTORIES // 4),
     ],

@@ -18,16 +18,22 @@ from .live import SHAPE, Watch, config_of, engine_of, images
 
 
 @pytest.mark.parametrize(
-    ("reentry", "slowdown", "window"), [("back", 2.0, 0.0), ("back", 2.0, 3.0), ("oldest-item", 30.0, 3.0)]
+    ("router", "reentry", "slowdown", "window"),
+    [
+        ("random", "back", 2.0, 0.0),
+        ("random", "back", 2.0, 3.0),
+        ("random", "oldest-item", 30.0, 3.0),
+        ("jsq:0.5+1@0.9", "back", 2.0, 0.0),
+    ],
 )
-async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reentry, slowdown, window):
+async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, router, reentry, slowdown, window):
     config = config_of(
         (
             {"batch_window_ms": window},
             {"slowdown": slowdown, "max_batch": 8},
             {"slowdown": 4.0, "idle_unload_s": 0.05, "batch_window_ms": window, "tile": 8},
         ),
-        router={"name": "random", "fallback": "jsq:0.5", "groups": [1, 4, 16]},
+        router={"name": router, "fallback": "jsq:0.5", "groups": [1, 4, 16]},
         telemetry={"period_s": 0.02},
         dispatch={"max_waiting_items": 150, "reentry": reentry},
     )
@@ -53,11 +59,13 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, reent
     assert watch.seen(RequestCancelled)
     held = [s for s in watch.steps if isinstance(s[2], BatchDone) and WakeAt(s[1] + RETURN) in s[3]]
     assert bool(held) == (reentry == "oldest-item"), "after a long batch its items come before younger ones"
-    recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router="random", seed=7))
+    recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router=router, seed=7))
 
     machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
-    machines["dispatcher"] = build_dispatcher(live, SHAPE, "random", None, 7)
+    machines["dispatcher"] = build_dispatcher(live, SHAPE, router, None, 7)
     assert replayed(tmp_path, machines) == len(watch.steps) > 500
+    ended = [item for _, _, _, commands in watch.steps for c in commands if isinstance(c, Reply) for item in c.items]
+    assert ("+" in router) == any(item.passes == 2 for item in ended)
 
 
 @pytest.mark.parametrize("router", ["lp", "ppo:examples/demo/policies/balanced"])

@@ -55,6 +55,7 @@ def test_a_load_that_cannot_be_carried_says_what_could(config):
         "accuracy": None,
         "energy_per_item_j": None,
         "max_load_items_s": pytest.approx(100.0),
+        "second_pass": None,
         "shares": None,
     }
 

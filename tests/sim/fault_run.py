@@ -31,7 +31,21 @@ ARRIVALS_OVER = 3.2
 FAULTS_OVER = 2.5
 DURATION = 30.0  # what an overloaded cluster has to catch up; the run is over when all is answered
 LATE = 0.050  # guarantee 8
-ROUTERS = ("random", "round-robin:random", "jsq:0.5", "jsq:random", "p2c:1", "cost-model:0.5")
+ROUTERS = (
+    "random",
+    "round-robin:random",
+    "jsq:0.5",
+    "jsq:random",
+    "p2c:1",
+    "cost-model:0.5",
+    "jsq:0.5+1@0.6",
+    "cost-model:0.5+0.5/1@0.3",
+)
+
+
+def margin_of(item: int, widths: tuple[float, ...]) -> float:
+    """Of a made-up network: another for every item and width tuple."""
+    return (37 * item + round(1000 * sum(w * (s + 1) for s, w in enumerate(widths)))) % 101 / 100
 
 
 class Watcher:
@@ -41,6 +55,7 @@ class Watcher:
         self.simulation: Simulation
         self.log: list[str] | None = None
         self.outcomes: dict[int, Outcome] = {}
+        self.second_passes = 0
         self._requests = {request.request_id: request for request in requests}
         self._by_item = {item: request for request in requests for item in request.items}
         self._devices = {server.name: _Memory(server.max_batch, server.concurrency) for server in config.servers}
@@ -79,6 +94,10 @@ class Watcher:
                 assert len(item.widths) == len(item.servers) == SEGMENTS, f"item {item.item} did not run to the end"
                 exact = request.constraints.widths if request.constraints else None
                 assert exact in (None, item.widths), f"item {item.item} ran at {item.widths}, asked was {exact}"
+                assert item.margin in (None, margin_of(item.item, item.widths)), f"item {item.item}: another's margin"
+            self.second_passes += item.passes == 2
+            if item.other_widths and item.outcome is not Outcome.ANSWERED:
+                assert item.outcome is Outcome.CANCELLED, f"item {item.item} had an answer and is {item.outcome}"
 
     def _check_batch(self, command: StartBatch, now: float) -> None:
         batch = command.batch
@@ -149,7 +168,9 @@ def fault_run(seed: int, folder: Path, log: list[str] | None = None) -> Watcher:
     watcher = Watcher(config, requests)
     watcher.log = log
     router = ROUTERS[int(rng.integers(len(ROUTERS)))]
-    simulation = watcher.simulation = Simulation(config, router, seed, recorder=watcher, arrivals=NOBODY)
+    simulation = watcher.simulation = Simulation(
+        config, router, seed, recorder=watcher, arrivals=NOBODY, margin=margin_of
+    )
     for request in requests:
         simulation.submit(request)
         if rng.random() < 0.1:

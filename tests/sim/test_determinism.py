@@ -7,8 +7,10 @@ import pytest
 
 from slim_scheduler.record.recorder import Recorder, RunInfo, record_hash
 from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.workload import generate
 from slim_scheduler.sim.host import Simulation, simulate
 from tests.sim.clusters import small_cluster
+from tests.sim.fault_run import margin_of
 
 EVERYTHING = {
     "faults": [
@@ -37,11 +39,12 @@ def hash_of(kept: Recorder) -> str:
 
 def hash_of_run(folder: Path, router: str, seed: int) -> str:
     kept = recorder()
-    simulate(everything(folder), router, seed, recorder=kept)
+    arrivals = generate(everything(folder).workload, seed, 1)
+    Simulation(everything(folder), router, seed, recorder=kept, arrivals=arrivals, margin=margin_of).run()
     return hash_of(kept)
 
 
-@pytest.mark.parametrize("router", ["random", "p2c:random", "cost-model:0.5"])
+@pytest.mark.parametrize("router", ["random", "p2c:random", "cost-model:0.5", "cost-model:0.5+1@0.5"])
 def test_same_seed_gives_the_same_record_and_another_seed_another(tmp_path: Path, router: str) -> None:
     assert hash_of_run(tmp_path, router, 4) == hash_of_run(tmp_path, router, 4)
     assert hash_of_run(tmp_path, router, 4) != hash_of_run(tmp_path, router, 5)

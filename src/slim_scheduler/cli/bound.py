@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from slim_scheduler.setup.config import Config
 
 
+SECOND_PASS = ("with second passes: accuracy, %", "or, as accurate as without: J per item")
+
+
 def add(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
@@ -71,7 +74,14 @@ def _print_table(points: "list[FrontierPoint]") -> None:
 
     most = points[0].max_load_items_s
     table = Table(title=f"The bound: this cluster carries at most {most:,.0f} items/s", title_justify="left")
-    for name in ("load, items/s", "of the highest", "accuracy, %", "energy, J per item", "mean width by segment"):
+    for name in (
+        "load, items/s",
+        "of the highest",
+        "accuracy, %",
+        "energy, J per item",
+        "mean width by segment",
+        *SECOND_PASS,
+    ):
         table.add_column(name, justify="right")
     for point in points:
         load = (f"{point.load_items_s:,.0f}", f"{point.load_items_s / most:.0%}")
@@ -80,7 +90,12 @@ def _print_table(points: "list[FrontierPoint]") -> None:
             continue
         means = [sum(w * s for (_, w), s in by.items()) for _, by in sorted(point.plan.shares().items())]
         mean_widths = " ".join(f"{mean:.2f}" for mean in means)
-        table.add_row(*load, f"{100 * point.plan.accuracy:.2f}", f"{point.plan.energy_per_item:.4g}", mean_widths)
+        best, same = point.again, point.again_same
+        twice = (
+            ("", "") if best is None or same is None else (f"{100 * best.accuracy:.2f}", f"{same.energy_per_item:.4g}")
+        )
+        energy = f"{point.plan.energy_per_item:.4g}"
+        table.add_row(*load, f"{100 * point.plan.accuracy:.2f}", energy, mean_widths, *twice)
     console().print(table)
 
 

@@ -77,7 +77,8 @@ class RequestCancelled(Message, frozen=True, gc=False):
 class BatchReported(Message, frozen=True, gc=False):
     """A server's word that these tasks ran, at `width` (which may be wider than requested).
 
-    `not_finite` are those of them whose output is NaN or infinite somewhere, told of the last segment.
+    `not_finite` are those of them whose output is NaN or infinite somewhere, told of the last segment. So are
+    `margins`, of each of `tasks`, where items may run again; empty otherwise.
     """
 
     server: ServerName
@@ -90,6 +91,7 @@ class BatchReported(Message, frozen=True, gc=False):
     finished: Seconds
     energy_j: Joules | None = None
     not_finite: tuple[TaskId, ...] = ()
+    margins: tuple[float, ...] = ()
 
 
 class TasksReturned(Message, frozen=True, gc=False):
@@ -230,6 +232,7 @@ class BatchDone(Message, frozen=True, gc=False):
     batch_id: BatchId
     energy_j: Joules | None = None
     not_finite: tuple[TaskId, ...] = ()
+    margins: tuple[float, ...] = ()
 
 
 class BatchFailed(Message, frozen=True, gc=False):

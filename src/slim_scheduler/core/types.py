@@ -126,7 +126,9 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     """The end of one item: what ran where, and where its time went.
 
     `queue_s` is everything between arrival and end that was not `compute_s` (the durations of its batches).
-    `energy_j` is its share of its batches' energy, None where no source gives it.
+    `energy_j` is its share of its batches' energy, None where no source gives it. Times and energy are of all passes;
+    `widths` and `servers` of the pass that answered, the `passes`-th, and `margin` is its answer's, where it was told.
+    `other_widths` are those of the pass that did not answer.
     """
 
     item: ItemId
@@ -137,3 +139,6 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     compute_s: Seconds
     energy_j: Joules | None = None
     reason: str = ""
+    passes: int = 1
+    margin: float | None = None
+    other_widths: WidthTuple = ()

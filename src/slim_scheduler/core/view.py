@@ -116,7 +116,8 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     """The oldest task's key, which the next decision is about, and how much of that key waits.
 
     `widths` are the widths a decision may choose; `slack` is the time to the deadline, None without one. `age` counts
-    from the task's entry to the FIFO, `item_age` from its request's arrival.
+    from the task's entry to the FIFO, `item_age` from its request's arrival. `again`: its items are on their second
+    pass, whose width tuple is among the constraints.
     """
 
     segment: int
@@ -128,6 +129,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     widths: tuple[Width, ...]
     constraints: Constraints | None = None
     item_age: Seconds = 0.0
+    again: bool = False
 
 
 class View(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.types import ItemId, Task, TaskId
+from slim_scheduler.core.types import ItemId, ItemOutcome, Task, TaskId
 
 Row = tuple[Tensor, int]  # a tensor with a batch dimension, and the item's place in it
 
@@ -21,14 +21,16 @@ class ItemState:
     """What the host keeps of one item on its way: its input, its newest output, and its newest attempt.
 
     `done` is the segment that made `output`, -1 before the first. The input stays until the item ends, because an item
-    whose activation is lost begins again.
+    whose activation is lost begins again, and so does one that runs a second time. `answer` is the newest output that
+    was followed by another pass.
     """
 
-    __slots__ = ("done", "input", "output", "task")
+    __slots__ = ("answer", "done", "input", "output", "task")
 
     def __init__(self, source: Row) -> None:
         self.input = source
         self.output: Row | None = None
+        self.answer: Row | None = None
         self.done = -1
         self.task: TaskId | None = None
 
@@ -40,9 +42,11 @@ class ItemState:
 
 
 class Ledger:
-    """Rows of all items in flight. Only the newest attempt of an item may read or write."""
+    """Rows of all items in flight. Only the newest attempt of an item may read or write. `last`: the segment whose
+    output is an answer, and is kept while the item runs again."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int | None = None) -> None:
+        self._last = last
         self._items: dict[ItemId, ItemState] = {}
         self._answers: tuple[Tensor | None, npt.NDArray[np.float32]] = None, np.empty(0, np.float32)
 
@@ -61,6 +65,8 @@ class Ledger:
             if state is not None:
                 state.task = task.task_id
                 if state.done != task.segment - 1:
+                    if task.segment == 0 and state.done == self._last:
+                        state.answer = state.output
                     state.output, state.done = None, -1
 
     def inputs(self, tasks: Iterable[Task]) -> tuple[list[Task], list[Row]]:
@@ -91,15 +97,20 @@ class Ledger:
         batch, row = state.output
         return batch[row]
 
-    def results(self, items: Sequence[ItemId]) -> npt.NDArray[np.float32]:
-        """A copy of the newest outputs of items that have one, (items, ...)."""
-        rows = [row for item in items if (row := self._items[item].output) is not None]
+    def results(self, ended: Sequence[ItemOutcome]) -> npt.NDArray[np.float32]:
+        """A copy of the answers of items that have one, (items, ...): the newest output, or that of the first pass
+        where the second did not come to its end."""
+        rows = [row for item in ended if (row := self._answer_of(item)) is not None]
         if len(rows) > 1:
             return gather(rows).numpy().copy()
         batch, at = rows[0]
         if batch is not self._answers[0]:  # one conversion for all requests of a batch
             self._answers = batch, batch.numpy()
         return self._answers[1][at : at + 1].copy()
+
+    def _answer_of(self, ended: ItemOutcome) -> Row | None:
+        state = self._items[ended.item]
+        return state.answer if ended.passes == 1 and state.answer is not None else state.output
 
     def forget(self, items: Iterable[ItemId]) -> None:
         for item in items:

@@ -53,10 +53,11 @@ def live_server(
     device: Device | None = None,
     incarnation: int = 0,
     on_loop: bool = False,
+    margins: bool = False,
 ) -> LiveServer:
     """One configured server, not yet started. `device`, where given, is used instead of the one configured.
 
-    `on_loop`: its brief batches may run on the event loop.
+    `on_loop`: its brief batches may run on the event loop. `margins`: it tells those of its answers.
     """
     server = next(server for server in config.servers if server.name == name)
     profile = (profiles or {}).get(name)
@@ -74,7 +75,7 @@ def live_server(
     power = profile.power if profile is not None and profile.power_source != "none" else None
     sharing = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
     probe = open_probe(server.device, power, len(sharing))
-    return LiveServer(scheduler, executor, probe, server.credit, shape.segments)
+    return LiveServer(scheduler, executor, probe, server.credit, shape.segments, margins)
 
 
 def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:

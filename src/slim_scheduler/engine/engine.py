@@ -59,7 +59,7 @@ from slim_scheduler.engine.timeline import Timelines, Visit
 from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, load_config
-from slim_scheduler.setup.machines import build_dispatcher, build_router, load_shape
+from slim_scheduler.setup.machines import build_dispatcher, build_escalation, build_router, load_shape
 
 
 class InferenceResult(msgspec.Struct, frozen=True):
@@ -120,7 +120,14 @@ class SlimEngine:
         chosen = build_router(self.router_name, self.config, shape, profiles)
         timed = TimedRouter(chosen, self.config.router.slow_ms / 1e3)
         dispatcher = build_dispatcher(
-            self.config, shape, self.router_name, profiles, seed, accuracy=accuracy, router=timed
+            self.config,
+            shape,
+            self.router_name,
+            profiles,
+            seed,
+            accuracy=accuracy,
+            router=timed,
+            escalation=build_escalation(self.config, shape, chosen),
         )
         self._timelines = Timelines(recorder or NoRecorder())
         self._host = self._build_host(model, dispatcher, timed, self._timelines, devices or {})
@@ -336,7 +343,7 @@ class SlimEngine:
         waiting = self._waiting.pop(reply.request_id)
         logits = None
         if reply.outcome is Outcome.ANSWERED:
-            logits = self._host.ledger.results(waiting.items)
+            logits = self._host.ledger.results(reply.items)
         self._host.ledger.forget(waiting.items)
         timeline = self._timelines.take(waiting.items) if waiting.followed else ()
         result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after, timeline)
@@ -417,6 +424,7 @@ class SlimEngine:
                 self._finished,
                 devices.get(server.name),
                 on_loop=True,
+                margins=dispatcher.escalates,
             )
             for server in self.config.servers
         }

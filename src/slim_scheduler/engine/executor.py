@@ -23,6 +23,7 @@ from slim_scheduler.core.errors import DeviceLostError, OutOfMemoryError
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
 from slim_scheduler.engine.devices.base import Device, Rows
+from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.model.protocol import SegmentSlice
 
 
@@ -32,15 +33,17 @@ class BatchJob:
 
     `seconds` is what the device took, with the slowdown, and `busy` what the calling thread worked for it, without
     waiting for a core or the interpreter; `to_host` brings the output into host memory, where the rows that are
-    `not_finite` are found.
+    `not_finite` are found. `with_margins`: the rows are logits, and their `margins` are wanted.
     """
 
     batch: Batch
     tasks: list[Task]
     rows: Rows
     to_host: bool
+    with_margins: bool = False
     output: Tensor | None = None
     not_finite: Sequence[int] = ()
+    margins: Sequence[float] = ()
     seconds: Seconds = 0.0
     busy: Seconds = 0.0
     error: Exception | None = None
@@ -253,6 +256,8 @@ class Executor:
             job.output = self.device.to_host(output) if job.to_host else output
             if job.to_host:
                 job.not_finite = _not_finite(job.output)
+            if job.with_margins:
+                job.margins = margins_of(job.output).tolist()
         job.rows = ()
         job.busy = time.thread_time() - worked
         job.seconds = time.perf_counter() - begin

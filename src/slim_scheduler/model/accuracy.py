@@ -20,7 +20,7 @@ from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
 from slim_scheduler.core.confidence import calibration_errors
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import checkpoint
-from slim_scheduler.model.calibration import fit_calibration
+from slim_scheduler.model.calibration import fit_calibration, margins_of
 from slim_scheduler.model.data import held_out, load_data
 from slim_scheduler.model.images import ImageData, Images
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
@@ -124,12 +124,6 @@ def measure_accuracy(
         {widths: np.concatenate([part.right[widths] for part in parts]) for widths in parts[0].right},
         {widths: np.concatenate([part.margins[widths] for part in parts]) for widths in parts[0].right},
     )
-
-
-def margins_of(logits: Tensor) -> Tensor:
-    """Difference of the two highest softmax values: (batch, classes) -> (batch,), in [0, 1]."""
-    highest = torch.softmax(logits, dim=1).topk(2, dim=1).values  # (batch, 2)
-    return highest[:, 0] - highest[:, 1]
 
 
 def table_margins(logits: Tensor) -> npt.NDArray[np.float16]:

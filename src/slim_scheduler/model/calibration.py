@@ -1,14 +1,22 @@
-"""Fits what a margin says of being right: a logistic curve per width of the last segment, on held-out images."""
+"""Margins of answers, and the fit of what they say of being right: a logistic curve per width of the last segment."""
 
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from slim_scheduler.core.confidence import Calibration, Floats, Logistic, log_ratio
 from slim_scheduler.core.types import WidthTuple
 
 LEAST_SCALE = 1e-3  # more margin is never less confidence, even where a few images say so
+
+
+def margins_of(logits: Tensor) -> Tensor:
+    """Difference of the two highest softmax values: (batch, classes) -> (batch,), in [0, 1]."""
+    highest = torch.softmax(logits, dim=1).topk(2, dim=1).values  # (batch, 2)
+    return highest[:, 0] - highest[:, 1]
 
 
 def fit_calibration(

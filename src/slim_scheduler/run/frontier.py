@@ -14,7 +14,8 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.profile import Profile
-from slim_scheduler.core.router.plan.program import Plan, PlanProgram
+from slim_scheduler.core.router.plan.choices import efficient, pairs
+from slim_scheduler.core.router.plan.program import SLACK, Plan, PlanProgram
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Joules, ServerName
 from slim_scheduler.setup.config import Config
@@ -24,11 +25,17 @@ LOAD_STEPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # of the high
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What any router can hold at a load. Accuracy, energy and plan are None where the load cannot be carried."""
+    """What any router can hold at a load. Accuracy, energy and plan are None where the load cannot be carried.
+
+    `again` is the most accurate plan where items may run again at a second width tuple, `again_same` the one of the
+    least energy that is as accurate as `plan`; None where margins were not measured.
+    """
 
     load_items_s: float
     max_load_items_s: float
     plan: Plan | None
+    again: Plan | None = None
+    again_same: Plan | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -51,6 +58,16 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
             "accuracy": self.accuracy,
             "energy_per_item_j": self.energy_per_item_j,
             "max_load_items_s": self.max_load_items_s,
+            "second_pass": None
+            if self.again is None or self.again_same is None
+            else {
+                "accuracy": self.again.accuracy,
+                "energy_per_item_j": self.again.energy_per_item,
+                "energy_per_item_at_same_accuracy_j": self.again_same.energy_per_item,
+                "choices": {
+                    choice.name: round(rate / self.again.load, 6) for choice, rate in self.again.choices.items()
+                },
+            },
             "shares": shares,
         }
 
@@ -79,12 +96,15 @@ def frontier(
     """
     asked = program(config, shape, profiles, accuracy, rho)
     most = asked.max_load()
+    facts = router_facts(config, shape, profiles)
+    known = accuracy.has_margins
+    twice = PlanProgram(facts, accuracy, rho, pairs(facts, accuracy, efficient(facts, accuracy))) if known else None
     points = []
     for load in loads or [share * most for share in LOAD_STEPS]:
         if not load > 0:
             raise ConfigError(f"load {load:g} must be above 0 items per second; this cluster carries up to {most:.0f}")
         plans = list(_plans(asked, load, levels))
-        points += [_point(load, most, plan) for plan in plans] or [_point(load, most, None)]
+        points += [_point(load, most, plan, twice) for plan in plans] or [_point(load, most, None, None)]
     return points
 
 
@@ -103,8 +123,12 @@ def _plans(asked: PlanProgram, load: float, levels: int) -> Iterable[Plan]:
     yield best
 
 
-def _point(load: float, most: float, plan: Plan | None) -> FrontierPoint:
-    return FrontierPoint(load_items_s=load, max_load_items_s=most, plan=plan)
+def _point(load: float, most: float, plan: Plan | None, twice: PlanProgram | None) -> FrontierPoint:
+    point = FrontierPoint(load_items_s=load, max_load_items_s=most, plan=plan)
+    if plan is None or twice is None:
+        return point
+    same = twice.least_power(load, plan.accuracy * (1 - SLACK))
+    return msgspec.structs.replace(point, again=twice.most_accurate(load), again_same=same)
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,13 +58,22 @@ def simulated_run(
             verdicts[widths] = accuracy.correct(widths).tolist()
         return bool(verdicts[widths][samples[item]])
 
+    margins: dict[WidthTuple, list[float]] = {}
+
+    def margin(item: ItemId, widths: WidthTuple) -> float:
+        assert accuracy is not None
+        if widths not in margins:
+            margins[widths] = accuracy.margin(widths).tolist()
+        return float(margins[widths][samples[item]])
+
     def step(share: float) -> None:
         interruption.check()
         if progress is not None:
             progress(share)
 
     recorder = Recorder(config.record.level, judge)
-    simulation = Simulation(config, router, seed, recorder=recorder, arrivals=arrivals)
+    told = margin if accuracy is not None and accuracy.has_margins else None
+    simulation = Simulation(config, router, seed, recorder=recorder, arrivals=arrivals, margin=told)
     interrupted = False
     try:
         simulation.run(step)

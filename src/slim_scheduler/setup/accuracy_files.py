@@ -47,7 +47,9 @@ def read_accuracy(path: str | Path) -> AccuracyTable:
         table = pq.read_table(path)
         raw = table.schema.metadata[METADATA]
         if raw.startswith(b"split="):
-            return _without_margins(table, raw)
+            raise DataError(
+                f"accuracy table {path} has format 1, without margins, this version reads {FORMAT}; {renew}"
+            )
         label = msgspec.json.decode(raw, type=_Label)
         if label.format != FORMAT:
             raise DataError(f"accuracy table {path} has format {label.format}, this version reads {FORMAT}; {renew}")
@@ -65,15 +67,6 @@ def read_accuracy(path: str | Path) -> AccuracyTable:
         margins={widths: np.abs(values) for widths, values in signed.items()},
         calibration=label.calibration,
     )
-
-
-def _without_margins(table: pa.Table, raw: bytes) -> AccuracyTable:
-    """A file of format 1; what needs its margins says that they are missing."""
-    said = dict(pair.split("=", 1) for pair in raw.decode().split("\n"))
-    right = {
-        tuple(float(width) for width in name.split(",")): table.column(name).to_numpy() for name in table.column_names
-    }
-    return AccuracyTable(right, split=said["split"], data=said["data"], weights_sha256=said["weights_sha256"])
 
 
 def write_accuracy(table: AccuracyTable, path: str | Path) -> None:

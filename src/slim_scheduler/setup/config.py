@@ -187,6 +187,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slow_ms: Annotated[float, key("user", "a decision that takes longer suspends the router", above=0)] = 20.0
     probe_s: Annotated[float, key("expert", "after so long a suspended router is asked again", above=0)] = 1.0
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
+    escalation: Annotated[
+        bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
+    ] = False
     patience_s: Annotated[
         float, key("expert", "how long the head may wait for a full server that was chosen; 0: not at all", least=0)
     ] = 0.0

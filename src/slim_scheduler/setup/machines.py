@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 from numpy.random import Generator, SeedSequence, default_rng
 
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
-from slim_scheduler.core.router.base import Router, RouterFacts, ServerFacts
+from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
+from slim_scheduler.core.router.escalation import FixedEscalation, two_passes
 from slim_scheduler.core.router.heuristics import (
     CostModel,
     JoinShortestQueue,
@@ -25,6 +27,7 @@ from slim_scheduler.core.router.heuristics import (
     RoundRobin,
     width_rule,
     width_shares,
+    width_tuple,
 )
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
@@ -115,7 +118,8 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
     if name.startswith("jsq@"):
         return JoinShortestQueue(name, width_shares(_shares_of_run(Path(name.removeprefix("jsq@")))))
     if kind in ("round-robin", "jsq", "p2c", "cost-model") and argument:
-        rule = width_rule(argument, shape)
+        passes = two_passes(argument)
+        rule = width_rule(passes.first if passes else argument, shape)
         match kind:
             case "round-robin":
                 return RoundRobin(name, rule)
@@ -167,21 +171,33 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
         from slim_scheduler.core.router.reward_greedy import RewardGreedy
 
         return RewardGreedy(facts, accuracy, config.reward)
+    from slim_scheduler.core.router.plan.choices import pairs, uniform
     from slim_scheduler.core.router.plan.follower import PlanFollower
-    from slim_scheduler.core.router.plan.plans import Plans
+    from slim_scheduler.core.router.plan.plans import RHO, Plans
 
     _, _, rho = name.partition(":")
     patience = config.router.patience_s
-    if not rho:
-        return PlanFollower(Plans(facts, accuracy), name, patience)
     try:
-        busy = float(rho)
+        busy = float(rho) if rho else RHO
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
-    return PlanFollower(Plans(facts, accuracy, busy), name, patience)
+    further = pairs(facts, accuracy, uniform(accuracy)) if config.router.escalation else ()
+    return PlanFollower(Plans(facts, accuracy, busy, further), name, patience)
 
 
-def _prior(config: Config) -> AccuracyPrior:
+def build_escalation(config: Config, shape: ModelShape, router: Router) -> Escalation | None:
+    """Which items run again under a router: as its W says, or its plan. None: none does. Raises ConfigError."""
+    from slim_scheduler.core.router.plan.follower import PlanFollower
+
+    if isinstance(router, PlanFollower):
+        return router if config.router.escalation else None
+    passes = two_passes(router.name.partition(":")[2]) if "+" in router.name else None
+    if passes is None:
+        return None
+    return FixedEscalation(width_tuple(passes.second, shape), passes.threshold)
+
+
+def _prior(config: Config) -> AccuracyTable:
     """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
     from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 
@@ -198,8 +214,10 @@ def build_dispatcher(
     seed: int,
     accuracy: AccuracyPrior | None = None,
     router: Router | None = None,
+    escalation: Escalation | None = None,
 ) -> Dispatcher:
-    """The dispatcher of a run. `router`, where given, is used instead of the one `router_name` names."""
+    """The dispatcher of a run. `router`, where given, is used instead of the one `router_name` names; `escalation` then
+    says which items run again."""
     dispatch = config.dispatch
     limits = DispatchLimits(
         reentry_back=dispatch.reentry == "back",
@@ -218,7 +236,9 @@ def build_dispatcher(
         batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
     chosen = router or build_router(router_name, config, shape, profiles)
-    return Dispatcher(limits, shape, chosen, _fallback(config, shape, profiles), run_rng(seed, "router"), accuracy)
+    fallback = _fallback(config, shape, profiles)
+    escalation = escalation or build_escalation(config, shape, chosen)
+    return Dispatcher(limits, shape, chosen, fallback, run_rng(seed, "router"), accuracy, escalation)
 
 
 def build_server(

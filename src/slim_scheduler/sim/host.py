@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import (
     BatchReported,
     BlockArrived,
@@ -33,7 +34,18 @@ from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Block, Decision, ItemId, Joules, Request, RequestId, Seconds, ServerName
+from slim_scheduler.core.types import (
+    Batch,
+    Block,
+    Decision,
+    ItemId,
+    Joules,
+    Request,
+    RequestId,
+    Seconds,
+    ServerName,
+    WidthTuple,
+)
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
@@ -99,7 +111,8 @@ class Simulation:
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
     `router`, where given, is used instead of the one `router_name` names. Servers in `joins` come at that time, the
-    others are there from the beginning.
+    others are there from the beginning. `margin` of an item's answer at a width tuple is for routers that let items run
+    again. Raises ConfigError where it is missing for one.
     """
 
     def __init__(
@@ -112,6 +125,7 @@ class Simulation:
         arrivals: Arrivals | None = None,
         router: Router | None = None,
         joins: Mapping[ServerName, Seconds] | None = None,
+        margin: Callable[[ItemId, WidthTuple], float] | None = None,
     ) -> None:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
@@ -141,6 +155,17 @@ class Simulation:
             self.servers[knobs.name] = SimulatedServer(
                 knobs.name, device, build, self.agenda, recorder, self._from_server
             )
+        self._margin = margin
+        self._segments = shape.segments
+        self._ran: dict[ItemId, WidthTuple] = {}  # widths of an item's pass so far, where margins are reported
+        if self.dispatcher.escalates:
+            if margin is None:
+                raise ConfigError(
+                    f"router {router_name} lets items run again, which needs the margins of model {config.model.path}; "
+                    f"run `slim accuracy --model {config.model.path} --data DIR`"
+                )
+            for server in self.servers.values():
+                server.margins = self._margins_of
         self._perform: dict[type, Callable[[Any], None]] = {
             SendBlock: self._send_block,
             CancelTasks: self._send_cancel,
@@ -289,6 +314,8 @@ class Simulation:
 
     def _reply(self, command: Reply) -> None:
         self._open -= 1
+        for ended in command.items if self._ran else ():
+            self._ran.pop(ended.item, None)
         if self._config.faults:
             for server in self.servers.values():
                 if server.activations:
@@ -341,6 +368,16 @@ class Simulation:
         if isinstance(message, BatchReported):
             self._tasks += len(message.tasks)
         self._mail.to_dispatcher(server.name, message, self._dispatch)
+
+    def _margins_of(self, batch: Batch) -> tuple[float, ...]:
+        """Keeps what a batch's items ran; of the last segment their answers' margins, 0 for items that have ended."""
+        assert self._margin is not None
+        margins = []
+        for task in batch.tasks:
+            ran = (*self._ran.get(task.item, ())[: batch.segment], batch.width)
+            self._ran[task.item] = ran
+            margins.append(self._margin(task.item, ran) if len(ran) == self._segments else 0.0)
+        return tuple(margins) if batch.segment == self._segments - 1 else ()
 
     # ---- telemetry and faults
 

@@ -64,6 +64,8 @@ class SimulatedServer:
         self.scheduler = build(0)
         # Items whose last finished segment's output lies here; None: nobody asks, because nothing gets lost.
         self.activations: set[ItemId] | None = None
+        # Margins of the answers of a batch that ran, none before the last segment; None: nobody asks.
+        self.margins: Callable[[Batch], tuple[float, ...]] | None = None
         self._build = build
         self._agenda = agenda
         self._observe = observer.step
@@ -123,7 +125,8 @@ class SimulatedServer:
         batch = self._running.pop(batch_id)
         if self.activations is not None:
             self.activations.update(task.item for task in batch.tasks)
-        self._handle(BatchDone(batch_id, energy))
+        margins = () if self.margins is None else self.margins(batch)
+        self._handle(BatchDone(batch_id, energy, (), margins))
 
     def _own(self, life_and_event: tuple[int, ServerEvent]) -> None:
         """Something this server waits for by itself; it does not outlive a crash."""

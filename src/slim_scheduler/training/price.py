@@ -9,11 +9,10 @@ the queue, as in dual ascent, keeps it short: at the target delay the price is t
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from slim_scheduler.core.router.costs import moved_bytes
+from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item
 from slim_scheduler.core.router.heuristics import ServerCost
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
-from slim_scheduler.core.router.plan.program import seconds_per_item
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
 from slim_scheduler.core.view import ServerView, View
 

@@ -44,7 +44,7 @@ from slim_scheduler.core.messages import (
     TimerFired,
     WakeAt,
 )
-from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.base import Escalation, Router
 from slim_scheduler.core.router.guard import GuardedRouter
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import (
@@ -58,9 +58,11 @@ from slim_scheduler.core.types import (
     ServerName,
     Task,
     TaskId,
+    WidthTuple,
 )
 from slim_scheduler.core.view import Head, ServerView, View
 
+ANSWER_LEAD: Seconds = 0.002  # before its deadline an item on its second pass is answered with its first
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 
 
@@ -76,7 +78,8 @@ class _Held(NamedTuple):
 
 
 class Dispatcher:
-    """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused."""
+    """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused. `escalation`
+    says which items run again; without it none does."""
 
     def __init__(
         self,
@@ -86,8 +89,10 @@ class Dispatcher:
         fallback: Router,
         rng: Generator,
         accuracy: AccuracyPrior | None = None,
+        escalation: Escalation | None = None,
     ) -> None:
         self._limits = limits
+        self._escalation = escalation
         self._shape = shape
         self._router = GuardedRouter(router, fallback, rng)
         self._ledger = Ledger()
@@ -131,6 +136,15 @@ class Dispatcher:
     def blocks(self) -> int:
         """Blocks sent so far, which is the last one's number."""
         return self._last_block
+
+    @property
+    def segments(self) -> int:
+        return self._shape.segments
+
+    @property
+    def escalates(self) -> bool:
+        """Whether items may run again, so that margins have to be reported."""
+        return self._escalation is not None
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -299,6 +313,7 @@ class Dispatcher:
             self._admission.widths(key[0], key[3]),
             key[3][0] if key[3] is not None else None,
             now - self._ledger.items[oldest.item].request.request.arrival,
+            self._ledger.items[oldest.item].first is not None,
         )
         if 0 < self._router.patience < math.inf and len(fifo) > self._limits.patience_room * self._fleet.room():
             patient = False
@@ -355,15 +370,41 @@ class Dispatcher:
         if ran and event.segment < self._shape.segments - 1:
             self._fifo.go_on(ran, event.segment, event.width, now)
         else:
-            unusable = {task.item for _, task in settled if task.task_id in event.not_finite}
-            for flight in ran:
-                self._admission.completed(now)
-                if flight.item in unusable:
-                    self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
-                else:
-                    self._retries.end(flight, Outcome.ANSWERED, now)
+            self._answer(ran, event, now)
         self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
         self._members.ran(event.server, now)
+
+    def _answer(self, ran: list[ItemFlight], event: BatchReported, now: Seconds) -> None:
+        """Items whose last segment ran: each is answered, or runs again."""
+        margins = dict(zip(event.tasks, event.margins, strict=True)) if event.margins else {}
+        for flight in ran:
+            assert flight.task is not None
+            task = flight.task.task_id
+            margin = margins.get(task)
+            if task in event.not_finite:
+                self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
+                continue
+            second = self._second(flight, margin, now)
+            if second is None or margin is None:
+                self._admission.completed(now)
+                self._retries.end(flight, Outcome.ANSWERED, now, margin=margin)
+            else:
+                flight.go_again(second, margin)
+                self._fifo.let_go(flight)
+                self._fifo.enter(flight, 0, now)
+
+    def _second(self, flight: ItemFlight, margin: float | None, now: Seconds) -> WidthTuple | None:
+        """The width tuple of the item's second pass; None: it is answered. A second pass is begun only where at least
+        as much time is left as the first took."""
+        request = flight.request.request
+        if self._escalation is None or margin is None or flight.first is not None or flight.constraints is not None:
+            return None
+        if request.deadline is not None and request.deadline - now < now - request.arrival:
+            return None
+        second = self._escalation.second(flight.widths, margin)
+        if second is not None and request.deadline is not None:
+            heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
+        return second
 
     # ---- deadlines, cancellation, time
 
@@ -372,8 +413,11 @@ class Dispatcher:
         flight = self._ledger.requests.get(request_id)
         if flight is None:
             return
+        early = outcome is Outcome.EXPIRED and flight.request.deadline is not None and flight.request.deadline > now
         recalled: dict[ServerName, list[TaskId]] = {}
         for item in list(flight.items.values()):
+            if early and item.first is None:
+                continue  # it is too early for all but those that have an answer
             assert item.task is not None
             server = None if item.waiting else self._fleet.server_of(item.task.task_id)
             if server is not None:

@@ -80,7 +80,7 @@ class GlobalFifo:
         for flight in flights:
             self._hold(flight, held)
             request = flight.request.request
-            if self._reentry_back and request.constraints is None and not request.priority:
+            if self._reentry_back and flight.constraints is None and not request.priority:
                 self._last_task += 1
                 task = Task(self._last_task, flight.item, segment, width, home, now, request.deadline, 0)
                 flight.task = task
@@ -143,7 +143,7 @@ class GlobalFifo:
         assert self._activation_bytes == sum(f.held for f in self._items.values()) >= 0, "activation bytes"
 
     def _key(self, flight: ItemFlight, task: Task) -> Key:
-        constraints = flight.request.request.constraints
+        constraints = flight.constraints
         return (
             task.segment,
             task.previous_width,

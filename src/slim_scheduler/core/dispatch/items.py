@@ -4,8 +4,11 @@ received = answered + rejected + expired + cancelled + failed + in flight, for r
 moves items through here; every one leaves by exactly one outcome, and the last item's outcome makes the reply.
 """
 
+from typing import NamedTuple
+
 from slim_scheduler.core.messages import Reply
 from slim_scheduler.core.types import (
+    Constraints,
     ItemId,
     ItemOutcome,
     Joules,
@@ -19,12 +22,25 @@ from slim_scheduler.core.types import (
 )
 
 
+class Answer(NamedTuple):
+    """What a finished pass came to."""
+
+    widths: WidthTuple
+    servers: tuple[ServerName, ...]
+    margin: float | None
+
+
 class ItemFlight:
-    """One item on its way. `task` is its current attempt at its current segment; answers to any other are late."""
+    """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
+
+    On its second pass it has the first one's answer, and `constraints` are the width tuple of that pass.
+    """
 
     __slots__ = (
         "compute",
+        "constraints",
         "energy",
+        "first",
         "held",
         "home",
         "item",
@@ -39,6 +55,8 @@ class ItemFlight:
     def __init__(self, item: ItemId, request: "RequestFlight") -> None:
         self.item = item
         self.request = request
+        self.constraints = request.request.constraints
+        self.first: Answer | None = None
         self.widths: WidthTuple = ()
         self.servers: tuple[ServerName, ...] = ()
         self.home: ServerName | None = None
@@ -52,6 +70,12 @@ class ItemFlight:
     def restart(self) -> None:
         """Its activation is lost: back to the input."""
         self.widths, self.servers, self.home = (), (), None
+
+    def go_again(self, widths: WidthTuple, margin: float) -> None:
+        """Its first pass is done; from the input once more, at another width tuple."""
+        self.first = Answer(self.widths, self.servers, margin)
+        self.constraints = Constraints(widths=widths)
+        self.restart()
 
 
 class RequestFlight:
@@ -106,15 +130,35 @@ class Ledger:
             self.items[item] = flight.items[item] = ItemFlight(item, flight)
         return list(flight.items.values())
 
-    def end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> Reply | None:
-        """Ends one item; the reply if it was its request's last."""
+    def end(
+        self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "", margin: float | None = None
+    ) -> Reply | None:
+        """Ends one item; the reply if it was its request's last. `margin` is its answer's.
+
+        Whose second pass did not come to its end is answered with the first, unless its client cancelled.
+        """
         owner = flight.request
+        first, passes, ran = flight.first, 1, Answer(flight.widths, flight.servers, margin)
+        if first is not None and outcome is Outcome.ANSWERED:
+            passes = 2
+        elif first is not None and outcome is not Outcome.CANCELLED:
+            outcome, reason, first, ran = Outcome.ANSWERED, "", ran, first
         del self.items[flight.item], owner.items[flight.item]
         self.item_outcomes[outcome] += 1
         queued = now - owner.request.arrival - flight.compute
         owner.outcomes.append(
             ItemOutcome(
-                flight.item, outcome, flight.widths, flight.servers, queued, flight.compute, flight.energy, reason
+                flight.item,
+                outcome,
+                ran.widths,
+                ran.servers,
+                queued,
+                flight.compute,
+                flight.energy,
+                reason,
+                passes,
+                ran.margin,
+                first.widths if first is not None else (),
             )
         )
         if owner.items:

@@ -39,12 +39,14 @@ class Retries:
     def arrived(self, items: int) -> None:
         self._budget = min(BUDGET_SAVED, self._budget + self._limits.retry_budget * items)
 
-    def end(self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "") -> None:
+    def end(
+        self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "", margin: float | None = None
+    ) -> None:
         """An item's one outcome; its request's reply if it was the last."""
         if flight.waiting:
             self._fifo.withdraw(flight)
         self._fifo.let_go(flight)
-        reply = self._ledger.end(flight, outcome, now, reason)
+        reply = self._ledger.end(flight, outcome, now, reason, margin)
         if reply is not None:
             self._tell(reply)
 

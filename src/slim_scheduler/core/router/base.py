@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName
+from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName, WidthTuple
 from slim_scheduler.core.view import View
 
 
@@ -25,6 +25,15 @@ class Router(Protocol):
     patience: Seconds
 
     def decide(self, view: View, rng: Generator) -> Decision: ...
+
+
+class Escalation(Protocol):
+    """Says which items run again. Like a router it does no I/O, and what it keeps follows from the calls it got."""
+
+    def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        """The width tuple of a second pass for an item that ran so and whose answer has that margin; None: it is
+        answered."""
+        ...
 
 
 class ServerFacts(msgspec.Struct, frozen=True):

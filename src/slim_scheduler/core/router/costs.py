@@ -1,7 +1,7 @@
-"""What a task moves over the links, and how long that takes on a link that is free."""
+"""What a task costs: device time at its best, what it moves over the links, and how long that takes on a free one."""
 
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
-from slim_scheduler.core.types import Bytes, Seconds, ServerName
+from slim_scheduler.core.types import Bytes, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head
 
 
@@ -17,3 +17,16 @@ def moved_bytes(facts: RouterFacts, head: Head, server: ServerName) -> Bytes:
 def transfer_time(facts: RouterFacts, head: Head, server: ServerFacts, count: int) -> Seconds:
     """Link time of a block of so many of the head's tasks and of its results, on a link that is free."""
     return 2 * server.link_latency + count * moved_bytes(facts, head, server.name) / server.bytes_per_s
+
+
+def seconds_per_item(server: ServerFacts, segment: int, previous_width: Width | None, width: Width) -> float:
+    """Device time of an item at the batch size that is best per item, the device shared as well as it can be."""
+    least = min(server.latency.seconds(segment, previous_width, width, b) / b for b in range(1, server.max_batch + 1))
+    sharing = server.profile.sharing[: server.concurrency]
+    return server.slowdown * least / max(sharing)
+
+
+def tuple_seconds(server: ServerFacts, widths: WidthTuple) -> Seconds:
+    """Device time of an item that runs a whole width tuple there."""
+    before: tuple[Width | None, ...] = (None, *widths)
+    return sum(seconds_per_item(server, segment, before[segment], width) for segment, width in enumerate(widths))

@@ -12,7 +12,7 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import transfer_time
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, ServerView, View
 
 WidthRule = Callable[[Head, Generator], Width]
@@ -22,6 +22,12 @@ def width_rule(text: str, shape: ModelShape) -> WidthRule:
     """`0.25`, `0.25/0.5/0.75/1` or `random`. Raises ConfigError, InputError for what is not served."""
     if text == "random":
         return lambda head, rng: head.widths[int(rng.integers(len(head.widths)))]
+    widths = width_tuple(text, shape)
+    return lambda head, rng: allowed(widths[head.segment], head.widths)
+
+
+def width_tuple(text: str, shape: ModelShape) -> WidthTuple:
+    """`0.25` or `0.25/0.5/0.75/1`, one width per segment. Raises ConfigError, InputError for what is not served."""
     try:
         widths = tuple(float(part) for part in text.split("/"))
     except ValueError:
@@ -32,7 +38,7 @@ def width_rule(text: str, shape: ModelShape) -> WidthRule:
         widths *= shape.segments
     if len(widths) != shape.segments:
         raise ConfigError(f"width tuple {text} has {len(widths)} entries; {shape.name} has {shape.segments} segments")
-    return lambda head, rng: allowed(widths[head.segment], head.widths)
+    return widths
 
 
 def width_shares(shares: Mapping[int, Mapping[Width, float]]) -> WidthRule:

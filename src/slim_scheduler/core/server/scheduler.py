@@ -223,6 +223,7 @@ class ServerScheduler:
                 now,
                 event.energy_j,
                 event.not_finite,
+                event.margins,
             )
         )
         if self._knobs.awaits_return:

@@ -117,6 +117,11 @@ class ClusterEngine(SlimEngine):
         devices: dict[ServerName, Device],
     ) -> ClusterHost:
         assert not devices, "devices of a cluster are opened by its servers"
+        if dispatcher.escalates:
+            raise ConfigError(
+                f"router {self.router_name} lets items run again, which servers on Ray cannot do yet; choose one "
+                "without a second pass, or leave cluster.address empty"
+            )
         return ClusterHost(dispatcher, router, recorder, MonotonicClock(), self._answer, self._seam)
 
     async def _join(self, *servers: ServerConfig) -> None:

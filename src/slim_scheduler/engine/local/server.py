@@ -24,7 +24,8 @@ from slim_scheduler.engine.probe import BusyMeter, Probe
 
 
 class LiveServer:
-    """`credit` is what the dispatcher may have outstanding here, `segments` the network's number of them."""
+    """`credit` is what the dispatcher may have outstanding here, `segments` the network's number of them. `margins`:
+    answers' margins are told."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class LiveServer:
         probe: Probe,
         credit: int,
         segments: int,
+        margins: bool = False,
     ) -> None:
         self.name = scheduler.name
         self.scheduler = scheduler
@@ -41,6 +43,7 @@ class LiveServer:
         self._probe = probe
         self._meter = BusyMeter()
         self._segments = segments
+        self._margins = margins
 
     @property
     def memory_used(self) -> Bytes:
@@ -51,7 +54,8 @@ class LiveServer:
         batch = command.batch
         tasks, rows = ledger.inputs(batch.tasks)
         self._meter.started(now)
-        self.executor.submit(BatchJob(batch, tasks, rows, to_host=batch.segment == self._segments - 1))
+        last = batch.segment == self._segments - 1
+        self.executor.submit(BatchJob(batch, tasks, rows, to_host=last, with_margins=last and self._margins))
 
     def load(self, command: LoadInstance) -> None:
         self.executor.submit(LoadJob(command))
@@ -74,7 +78,7 @@ class LiveServer:
                 if job.output is not None:
                     ledger.store(job.tasks, job.output)
                 not_finite = tuple([job.tasks[row].task_id for row in job.not_finite])
-                return BatchDone(job.batch.batch_id, energy, not_finite)
+                return BatchDone(job.batch.batch_id, energy, not_finite, _margins(job))
             case LoadJob():
                 if job.error is not None:
                     return InstanceFailed(job.load.instance, reason(job.error))
@@ -86,6 +90,14 @@ class LiveServer:
         """The batch's share of the device's power while it ran: split evenly among concurrent batches."""
         power = self._probe.running_power
         return None if power is None else power * job.seconds / self._meter.running
+
+
+def _margins(job: BatchJob) -> tuple[float, ...]:
+    """Of every task of the batch, 0 where nobody waits any more; nothing where nobody asks."""
+    if not job.with_margins:
+        return ()
+    found = dict(zip([task.task_id for task in job.tasks], job.margins, strict=True))
+    return tuple([found.get(task.task_id, 0.0) for task in job.batch.tasks])
 
 
 def reason(error: Exception) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from numpy.random import Generator
 
 from slim_scheduler.core.router.heuristics import ServerCost, allowed, available_of
+from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
 from slim_scheduler.core.router.plan.program import Prices
-from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, View
 
 PLAN_EVERY: Seconds = 1.0
@@ -32,6 +33,7 @@ class PlanLedger:
         self._seen = 0  # items that had arrived then
         self._current: PlanKey | None = None
         self._sent: dict[Kind, dict[Target, int]] = {}
+        self._given: dict[WidthTuple, dict[Choice, int]] = {}  # finished first passes, by what they ran and got
 
     @property
     def load(self) -> float:
@@ -39,8 +41,28 @@ class PlanLedger:
         return self._current[1] / LOAD_STEPS if self._current is not None else 1.0
 
     def shares(self, view: View) -> Mapping[Target, float]:
-        """The plan's shares of the head's kind, which sum to 1."""
-        return self._plans.shares(self._plan_for(view)).of(self._kind(view.head))
+        """The plan's shares of the head's kind, which sum to 1; on a second pass, whose widths are fixed, of those
+        targets that have the width, where the plan has any."""
+        shares = self._plans.shares(self._plan_for(view)).of(self._kind(view.head))
+        if not view.head.again:
+            return shares
+        fits = {target: share for target, share in shares.items() if target[1] in view.head.widths}
+        total = sum(fits.values())
+        return {target: share / total for target, share in fits.items()} if fits else shares
+
+    def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        """The second tuple of the choice that is most behind among those that begin with `ran`, where the margin is
+        below its threshold."""
+        if self._current is None:
+            return None
+        shares = self._plans.shares(self._current)
+        choices = shares.choices(ran)
+        given = self._given.setdefault(ran, dict.fromkeys(choices, 0))
+        rates = {choice: shares.rate(choice) for choice in choices}
+        done, total = sum(given.values()) + 1, sum(rates.values())
+        choice = max(choices, key=lambda c: rates[c] / total * done - given[c])
+        given[choice] += 1
+        return choice.second if margin < choice.threshold else None
 
     def prices(self, view: View) -> Prices:
         """What device time and links are worth at the load that is planned for."""
@@ -82,7 +104,7 @@ class PlanLedger:
         sent[target] = sent.get(target, 0) + count
 
     def _kind(self, head: Head) -> Kind:
-        return head.segment, head.previous_width, head.home if self._facts.move_activations else None
+        return Kind(head.segment, head.previous_width, head.home if self._facts.move_activations else None, head.again)
 
     # ---- the load
 
@@ -95,6 +117,7 @@ class PlanLedger:
             if key != self._current:
                 self._current = key
                 self._sent.clear()
+                self._given.clear()
         assert self._current is not None
         return self._current
 
@@ -141,6 +164,9 @@ class PlanFollower:
         count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
         self._ledger.sent(head, (server, width), count)
         return Decision(server, allowed(width, head.widths), count)
+
+    def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        return self._ledger.second(ran, margin)
 
     def _soonest(self, width: Width, head: Head, view: View) -> Target:
         """Where a width is soonest done."""

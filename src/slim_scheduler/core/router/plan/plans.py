@@ -1,12 +1,14 @@
 """Plans of one cluster by load, in steps, and by the servers in service: made once and kept for every run on it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
-from slim_scheduler.core.types import ServerName, Width
+from slim_scheduler.core.types import ServerName, Width, WidthTuple
 
 LOAD_STEPS = 50  # plans between no load and the highest
 RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
@@ -14,20 +16,31 @@ MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
 
 Target = tuple[ServerName, Width]
 PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
-Kind = tuple[int, Width | None, ServerName | None]  # segment, previous width, home (where moving costs)
+
+
+class Kind(NamedTuple):
+    """What heads have in common that a plan tells apart. `home`: where moving costs; `again`: on the second pass."""
+
+    segment: int
+    previous_width: Width | None
+    home: ServerName | None
+    again: bool = False
 
 
 class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
     the queue grows for as long as the load lasts. Raises InputError for what is not in (0, 2]."""
 
-    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO) -> None:
+    def __init__(
+        self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO, pairs: Sequence[Choice] = ()
+    ) -> None:
         if not 0 < rho <= MOST_RHO:
             raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
         self.facts = facts
         self.overload = max(1.0, rho)
         self.overloaded = rho > 1
         self._accuracy = accuracy
+        self._pairs = pairs
         self._rho = min(1.0, rho)
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
         self._shares: dict[PlanKey, Shares] = {}
@@ -63,7 +76,7 @@ class Plans:
             facts = RouterFacts(
                 self.facts.shape, self.facts.groups, servers, self.facts.move_activations, self.facts.shared_link
             )
-            program = PlanProgram(facts, self._accuracy, self._rho)
+            program = PlanProgram(facts, self._accuracy, self._rho, self._pairs)
             self._programs[up] = (program, program.max_load())
         return self._programs[up]
 
@@ -74,30 +87,44 @@ class Shares:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._of: dict[Kind, dict[Target, float]] = {}
+        self._choices: dict[WidthTuple, list[Choice]] = {}
 
     def of(self, kind: Kind) -> dict[Target, float]:
         """Kinds that the plan does not have (a wider instance ran) get the shares of their segment."""
         if kind not in self._of:
-            segment, previous, home = kind
-            rates = self._rates(segment, previous)
+            segment, previous, home, again = kind
+            rates = self._rates(segment, previous, again)
             if home is not None and previous is not None:
                 rates = self._near(rates, segment, previous, home)
             total = sum(rates.values())
             self._of[kind] = {target: rate / total for target, rate in rates.items()}
         return self._of[kind]
 
-    def _rates(self, segment: int, previous: Width | None) -> dict[Target, float]:
-        steps = [(server, step, rate) for (server, step), rate in self._plan.steps.items() if step[0] == segment]
-        exact = [entry for entry in steps if entry[1][1] == previous]
+    def choices(self, ran: WidthTuple) -> list[Choice]:
+        """What the plan does with items whose first pass was `ran`, or the tuple of the plan that is nearest to it."""
+        if ran not in self._choices:
+            firsts = {choice.first for choice in self._plan.choices}
+            nearest = min(firsts, key=lambda t: (sum(abs(a - b) for a, b in zip(t, ran, strict=True)), t))
+            self._choices[ran] = sorted(choice for choice in self._plan.choices if choice.first == nearest)
+        return self._choices[ran]
+
+    def rate(self, choice: Choice) -> float:
+        return self._plan.choices[choice]
+
+    def _rates(self, segment: int, previous: Width | None, again: bool) -> dict[Target, float]:
+        steps = [(server, step, rate) for (server, step), rate in self._plan.steps.items() if step.segment == segment]
+        passes = [entry for entry in steps if entry[1].again == again] or steps
+        exact = [entry for entry in passes if entry[1].previous_width == previous]
         rates: dict[Target, float] = {}
-        for server, (_, _, width), rate in exact or steps:
-            rates[server, width] = rates.get((server, width), 0.0) + rate
+        for server, step, rate in exact or passes:
+            rates[server, step.width] = rates.get((server, step.width), 0.0) + rate
         return rates
 
     def _near(self, rates: dict[Target, float], segment: int, previous: Width, home: ServerName) -> dict[Target, float]:
         """Shares of what lies at `home`: the plan's part of it stays, the rest goes where the plan wants it moved."""
         plan = self._plan
-        here = sum(r for (s, (k, _, w)), r in plan.steps.items() if s == home and (k, w) == (segment - 1, previous))
+        left = (segment - 1, previous)
+        here = sum(r for (s, step), r in plan.steps.items() if s == home and (step.segment, step.width) == left)
         stays = {s: r for (k, w, s), r in plan.stays.items() if (k, w) == (segment - 1, previous)}
         into: dict[ServerName, float] = {}
         for (server, _), rate in rates.items():

@@ -1,10 +1,11 @@
 """The linear program behind `slim frontier` and the router `lp`: what any router can hold on given devices and links.
 
-Variables are rates in items per second: of every width tuple, of every (server, segment, previous width, width), and of
-what stays at its server between two segments. A tuple's accuracy belongs to the whole path, its cost only to single
-steps, so the steps need not know the path: for three servers that is 256 + 156 + 36 variables in place of the 20,736 of
-all paths, and milliseconds to solve. Where moving activations costs nothing this is exact; where it does, it may let an
-item stay that no single path could let stay, and remains an upper bound.
+Variables are rates in items per second: of every choice (a width tuple, or a pair with a threshold), of every (server,
+segment, previous width, width, pass), and of what stays at its server between two segments. A choice's accuracy
+belongs to the whole path, its cost only to single steps, so the steps need not know the path: for three servers and no
+pairs that is 256 + 156 + 36 variables in place of the 20,736 of all paths, and milliseconds to solve. Where moving
+activations costs nothing this is exact; where it does, it may let an item stay that no single path could let stay, and
+remains an upper bound.
 
 Also in favour of the bound: batches are always the most efficient size, memory and queueing are left out, and power is
 its lower convex hull over the work done.
@@ -12,7 +13,7 @@ its lower convex hull over the work done.
 
 from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ import numpy as np
 from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.router.costs import seconds_per_item
+from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.types import Joules, ServerName, Watts, Width, WidthTuple
 
 MOST_TUPLES = 65_536
@@ -29,7 +32,14 @@ CURVE_STEPS = 64  # of utilisation, where work and power are looked at
 SLACK = 1e-7  # relative: what a solver may be off by
 NOTHING = 1e-5  # of the load: a rate that is left out
 
-Step = tuple[int, Width | None, Width]  # segment, previous width, width
+
+class Step(NamedTuple):
+    """A segment of an item's way; `again`: of its second pass."""
+
+    segment: int
+    previous_width: Width | None
+    width: Width
+    again: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float
     power: Watts
     work: dict[ServerName, float]
-    tuples: dict[WidthTuple, float]
+    choices: dict[Choice, float]
     steps: dict[tuple[ServerName, Step], float]
     stays: dict[tuple[int, Width, ServerName], float]
 
@@ -52,11 +62,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.power / self.load
 
     def shares(self) -> dict[int, dict[tuple[ServerName, Width], float]]:
-        """Per segment, the share of items by server and width."""
+        """Per segment, the share of items by server and width, both passes."""
         shares: dict[int, dict[tuple[ServerName, Width], float]] = {}
-        for (server, (segment, _, width)), rate in self.steps.items():
-            by = shares.setdefault(segment, {})
-            by[server, width] = by.get((server, width), 0.0) + rate / self.load
+        for (server, step), rate in self.steps.items():
+            by = shares.setdefault(step.segment, {})
+            by[server, step.width] = by.get((server, step.width), 0.0) + rate / self.load
         return shares
 
 
@@ -73,9 +83,12 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 class PlanProgram:
-    """The program for one cluster; `rho` is how busy each device and link may be. Raises InputError."""
+    """The program for one cluster; `rho` is how busy each device and link may be. `pairs` are further choices beside
+    all width tuples. Raises InputError."""
 
-    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = 1.0) -> None:
+    def __init__(
+        self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = 1.0, pairs: Sequence[Choice] = ()
+    ) -> None:
         shape = facts.shape
         if not 0 < rho <= 1:
             raise InputError(f"rho is {rho:g}; it must be above 0 and at most 1")
@@ -86,11 +99,13 @@ class PlanProgram:
             )
         self._facts = facts
         self._rho = rho
-        self._tuples = list(product(shape.widths, repeat=shape.segments))
-        self._top1 = np.array([accuracy.top1(widths) for widths in self._tuples])
+        tuples = product(shape.widths, repeat=shape.segments)
+        self._choices = [*(Choice(widths, accuracy.top1(widths)) for widths in tuples), *pairs]
+        self._accuracy = np.array([choice.accuracy for choice in self._choices])
         self._names = list(facts.servers)
-        self._steps: list[Step] = [
-            (segment, previous, width)
+        self._steps = [
+            Step(segment, previous, width, again)
+            for again in ((False, True) if pairs else (False,))
             for segment in range(shape.segments)
             for previous in (shape.widths if segment else (None,))
             for width in shape.widths
@@ -103,22 +118,22 @@ class PlanProgram:
             for name in self._names
             if facts.move_activations
         ]
-        # Columns: tuples, then places, then stays, then each server's power, the busiest device, and the load.
-        self._first_place = len(self._tuples)
+        # Columns: choices, then places, then stays, then each server's power, the busiest device, and the load.
+        self._first_place = len(self._choices)
         self._first_stay = self._first_place + len(self._places)
         self._first_power = self._first_stay + len(self._stays)
         self._busiest = self._first_power + len(self._names)
         self._load = self._busiest + 1
         self._columns = self._load + 1
         self._place = {place: self._first_place + i for i, place in enumerate(self._places)}
-        self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step) for n, step in self._places}
+        self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step[:3]) for n, step in self._places}
         self._equalities = _Rows(self._columns)
         self._limits = _Rows(self._columns)
         self._rows: dict[tuple[str, ServerName], int] = {}  # of the limits that have a price
         self._conserve()
         self._limit_devices()
         self._limit_links()
-        # The last limit is on accuracy: sum of (least - top1) * rate <= 0, for the least accuracy asked for.
+        # The last limit is on accuracy: sum of (least - accuracy) * rate <= 0, for the least accuracy asked for.
         self._assembled: tuple[Any, Any, Any, Any] | None = None
 
     # ---- questions
@@ -170,21 +185,23 @@ class PlanProgram:
 
     def _errors(self, load: float) -> Any:
         objective = np.zeros(self._columns)
-        objective[: len(self._tuples)] = (1 - self._top1) / load
+        objective[: len(self._choices)] = (1 - self._accuracy) / load
         return objective
 
     # ---- constraints
 
     def _conserve(self) -> None:
-        """All tuples make the load; the tuples that take a step are the items that take it somewhere."""
-        self._equalities.add([(i, 1.0) for i in range(len(self._tuples))] + [(self._load, -1.0)], 0.0)
-        takers: dict[Step, list[int]] = {step: [] for step in self._steps}
-        for i, widths in enumerate(self._tuples):
-            for segment, width in enumerate(widths):
-                takers[segment, widths[segment - 1] if segment else None, width].append(i)
+        """All choices make the load; those that take a step are the items that take it somewhere."""
+        self._equalities.add([(i, 1.0) for i in range(len(self._choices))] + [(self._load, -1.0)], 0.0)
+        takers: dict[Step, list[tuple[int, float]]] = {step: [] for step in self._steps}
+        for i, choice in enumerate(self._choices):
+            for step in steps_of(choice.first):
+                takers[step].append((i, 1.0))
+            for step in steps_of(choice.second or (), again=True):
+                takers[step].append((i, choice.again))
         for step in self._steps:
             served = [(self._place[name, step], -1.0) for name in self._names]
-            self._equalities.add([(i, 1.0) for i in takers[step]] + served, 0.0)
+            self._equalities.add(takers[step] + served, 0.0)
 
     def _limit_devices(self) -> None:
         for i, name in enumerate(self._names):
@@ -203,14 +220,14 @@ class PlanProgram:
             last = shape.segments - 1
             first_bytes = {0: shape.input_bytes}  # beside the message, by segment: to the server and from it
             last_bytes = {last: shape.classes * LOGIT_BYTES}
-            down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s[0], 0.0)) for s in self._steps]
-            up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s[0], 0.0)) for s in self._steps]
+            down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s.segment, 0.0)) for s in self._steps]
+            up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s.segment, 0.0)) for s in self._steps]
             moved_in: list[tuple[int, float]] = []
             for segment, width, _ in [key for key in self._stays if key[2] == name]:
                 size = float(shape.activation(segment, width))
                 column = stay[segment, width, name]
-                left = [self._place[name, s] for s in self._steps if s[0] == segment and s[2] == width]
-                came = [self._place[name, s] for s in self._steps if s[0] == segment + 1 and s[1] == width]
+                left = [self._place[name, s] for s in self._steps if (s.segment, s.width) == (segment, width)]
+                came = [self._place[name, s] for s in self._steps if s[:2] == (segment + 1, width)]
                 for ends in (left, came):
                     self._limits.add([(column, 1.0)] + [(j, -1.0) for j in ends], 0.0)
                 up += [(j, size) for j in left] + [(column, -size)]
@@ -239,7 +256,7 @@ class PlanProgram:
             self._assembled = (*self._equalities.matrix(), *self._limits.matrix())
         equal, equal_to, limited, limits = self._assembled
         floor = np.zeros(self._columns)
-        floor[: len(self._tuples)] = accuracy - self._top1
+        floor[: len(self._choices)] = accuracy - self._accuracy
         bounds = np.zeros((self._columns, 2))
         bounds[:, 1] = np.inf
         if load is not None:
@@ -257,7 +274,7 @@ class PlanProgram:
     def _plan(self, x: Any) -> Plan:
         load = float(x[self._load])
         least = NOTHING * load
-        tuples = {t: float(x[i]) for i, t in enumerate(self._tuples) if x[i] > least}
+        choices = {choice: float(x[i]) for i, choice in enumerate(self._choices) if x[i] > least}
         steps = {place: float(x[j]) for place, j in self._place.items() if x[j] > least}
         work = dict.fromkeys(self._names, 0.0)
         for (name, step), rate in steps.items():
@@ -265,20 +282,26 @@ class PlanProgram:
         # Staying is never worse than moving, so as much stays as leaves and comes in one place.
         stays = {
             (segment, width, name): min(
-                sum(r for (n, s), r in steps.items() if n == name and (s[0], s[2]) == (segment, width)),
+                sum(r for (n, s), r in steps.items() if n == name and (s.segment, s.width) == (segment, width)),
                 sum(r for (n, s), r in steps.items() if n == name and s[:2] == (segment + 1, width)),
             )
             for segment, width, name in self._stays
         }
         return Plan(
             load=load,
-            accuracy=float(self._top1 @ x[: len(self._tuples)]) / load,
+            accuracy=float(self._accuracy @ x[: len(self._choices)]) / load,
             power=float(x[self._first_power : self._busiest].sum()),
             work=work,
-            tuples=tuples,
+            choices=choices,
             steps=steps,
             stays={key: rate for key, rate in stays.items() if rate > least},
         )
+
+
+def steps_of(widths: WidthTuple, again: bool = False) -> list[Step]:
+    """The steps of an item's way at a width tuple."""
+    before: tuple[Width | None, ...] = (None, *widths)
+    return [Step(segment, before[segment], width, again) for segment, width in enumerate(widths)]
 
 
 class _Rows:
@@ -305,13 +328,6 @@ class _Rows:
 
         shape = (len(self._right), self._columns)
         return csr_array((self._value, (self._row, self._column)), shape=shape), np.array(self._right)
-
-
-def seconds_per_item(server: ServerFacts, segment: int, previous_width: Width | None, width: Width) -> float:
-    """Device time of an item at the batch size that is best per item, the device shared as well as it can be."""
-    least = min(server.latency.seconds(segment, previous_width, width, b) / b for b in range(1, server.max_batch + 1))
-    sharing = server.profile.sharing[: server.concurrency]
-    return server.slowdown * least / max(sharing)
 
 
 def work_and_power(server: ServerFacts, rho: float) -> tuple[float, list[tuple[float, float]]]:
