@@ -55,6 +55,10 @@ def until(page, expression: str, arg: object = None, seconds: float = 30.0) -> N
         page.wait_for_timeout(50)
 
 
+# What is wider or higher than the box it is shown in, but for the parts that are meant for screen readers alone.
+CUT_OFF = """[...document.querySelectorAll('.tiles *, .columns *, .scroll, .file *')]
+    .filter(e => !e.closest('.visually-hidden') && e.clientWidth > 0 && e.tagName !== 'SELECT' && e.tagName !== 'INPUT')
+    .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.id || e.textContent.trim().slice(0, 40))"""
 READY = "() => document.getElementById('state').textContent === 'ready'"
 CARD_LOADED = "() => document.querySelectorAll('#width option').length === 5"
 BUSY = "() => Number(document.getElementById('throughput').textContent.replace(',', '')) > 1"
@@ -126,6 +130,33 @@ def test_the_numbers_move_under_load_and_agree_with_metrics(browser, busy):
     context.close()
 
 
+@pytest.mark.parametrize("width", [1280, 900])
+def test_no_card_ends_in_an_empty_corner_and_nothing_is_cut_off_or_wrapped_in_a_tile(browser, busy, tmp_path, width):
+    long = tmp_path / "a-picture-with-a-rather-long-name-from-a-camera-20261124.png"
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(long)
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(busy.url)
+    until(page, CARD_LOADED)
+    page.set_input_files("#picture", str(long))
+    until(page, f"() => document.getElementById('picture-name').textContent === '{long.name}'")
+    with Load(busy):
+        until(page, BUSY)
+        assert page.evaluate(CUT_OFF) == []
+        heights = page.evaluate("[...document.querySelectorAll('.tiles > div')].map(e => e.offsetHeight)")
+        assert max(heights) - min(heights) <= 1
+        lines = page.evaluate("[...document.querySelectorAll('.tiles dd')].map(e => e.offsetHeight)")
+        assert max(lines) < 50
+    rows: dict[float, list[float]] = {}
+    for top, bottom in page.evaluate(
+        "[...document.querySelectorAll('.columns > section')]"
+        ".map(e => e.getBoundingClientRect()).map(r => [r.top, r.bottom])"
+    ):
+        rows.setdefault(top, []).append(bottom)
+    assert len({len(row) for row in rows.values()}) == 1  # each row of cards is full
+    assert all(max(row) - min(row) <= 1 for row in rows.values())
+    page.close()
+
+
 def test_a_picture_is_answered_with_its_cost(browser, busy, tmp_path):
     Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[:, None] * 4, (1, 64))).save(tmp_path / "picture.png")
     page = browser.new_page()
@@ -155,6 +186,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, busy, scheme):
     until(page, READY)
     page.wait_for_selector("#chart-throughput canvas")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(CUT_OFF) == []
     with Load(busy):
         until(page, BUSY)
         picture(page, f"phone-{scheme}")

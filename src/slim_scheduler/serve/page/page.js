@@ -26,9 +26,11 @@ function node(name, content, attributes) {
 }
 
 function rows(id, content) {
+  const titles = [...byId(id).tHead.rows[0].cells].map((title) => title.textContent);
   byId(id).tBodies[0].replaceChildren(...content.map((cells) => {
     const row = node("tr");
-    cells.forEach((cell, i) => row.append(i ? node("td", cell) : node("th", cell, { scope: "row" })));
+    // A phone shows a wide table's row as lines, each with its column's title.
+    cells.forEach((cell, i) => row.append(i ? node("td", cell, { "data-title": titles[i] }) : node("th", cell, { scope: "row" })));
     return row;
   }));
 }
@@ -104,7 +106,8 @@ function show(sample) {
   const joules = model.energy_per_item_j;
   text("energy", joules === null ? "–" : number(joules < 1 ? joules * 1e3 : joules));
   const sources = new Set(model.servers.map((server) => server.energy_source).filter(Boolean));
-  text("energy-unit", `${joules !== null && joules >= 1 ? "J" : "mJ"} (${[...sources].join(", ") || "none"})`);
+  text("energy-unit", joules !== null && joules >= 1 ? "J/item" : "mJ/item");
+  text("energy-source", sources.size ? `, ${[...sources].join(", ")}` : "");
   text("accuracy", model.expected_accuracy === null ? "–" : number(model.expected_accuracy * 100, 1));
   text("in-flight", number(model.items.in_flight, 0));
   text("fifo", number(model.fifo, 0));
@@ -259,6 +262,7 @@ function paint(picture) {
 
 byId("picture").addEventListener("change", async (event) => {
   const file = event.target.files[0];
+  text("picture-name", file ? file.name : "none yet: a stroke");
   if (!file || !card?.shape) return;
   try { paint(await createImageBitmap(file)); } catch { say("This file is not a picture that the browser can read.", true); }
 });
