@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slim_scheduler.report.page import write_report
-from slim_scheduler.report.run_folder import RunFolder
+from slim_scheduler.report.page import tables, write_report
+from slim_scheduler.report.run_folder import RunFolder, by_router, shown
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_page_asks_nobody_for_anything(page: str) -> None:
 def test_every_figure_and_table_says_that_it_is_simulated_and_its_energy_estimated(page: str) -> None:
     svgs = re.findall(r"<svg.*?</svg>", page, re.S)
     tables = re.findall(r"<table>.*?</table>", page, re.S)
-    assert len(svgs) == 5
+    assert len(svgs) == 6
     assert tables
     assert all("simulated · energy: estimated" in part for part in (*svgs, *tables))
 
@@ -62,6 +62,95 @@ def test_figures_are_whole_svg_in_the_colours_of_the_page(page: str) -> None:
         assert root.attrib["aria-label"]
     assert "var(--s0)" in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_the_first_picture_is_load_widths_latency_and_accuracy_over_time(page: str) -> None:
+    first = re.findall(r"<svg.*?</svg>", page, re.S)[0]
+    assert page.index("<svg") < page.index("<table")
+    for label in ("load, items/s", "mean width", "p99, ms", "accuracy, %", "jsq:0.5", "random"):
+        assert label in first
+
+
+def late(run: RunFolder, lag: float) -> RunFolder:
+    changed = RunFolder(run.path)
+    changed.summary = {**run.summary, "mode": "live", "generator_lag_s": {"p99": lag}}
+    return changed
+
+
+def test_a_run_that_is_not_valid_is_marked_in_every_table_and_picture(runs: list[RunFolder], tmp_path: Path) -> None:
+    write_report([late(runs[0], 0.012), late(runs[2], 0.001)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "† Latencies of 1 of 2 runs are not valid" in page
+    for table in re.findall(r"<table>.*?</table>", page, re.S):
+        assert "jsq:0.5 †</th>" in table
+        assert "random</th>" in table
+    compared = [svg for svg in re.findall(r"<svg.*?</svg>", page, re.S) if ">random<" in svg]
+    assert len(compared) == 2  # over time, and the latency curves
+    assert all("jsq:0.5 †" in svg for svg in compared)
+    assert page.count("<b>jsq:0.5 †</b>") == 2
+
+
+def test_a_policy_is_named_by_its_folder_where_that_is_enough(runs: list[RunFolder]) -> None:
+    def named(*routers: str) -> list[str]:
+        made = []
+        for router in routers:
+            made.append(late(runs[0], 0.0))
+            made[-1].summary["router"] = router
+        return list(shown(by_router(made)))
+
+    assert named("ppo:a/policies/adaptive", "lp") == ["ppo:…/adaptive", "lp"]
+    assert named("ppo:a/one", "ppo:b/one") == ["ppo:a/one", "ppo:b/one"]
+
+
+def seeds(run: RunFolder, router: str, **changes: list[float]) -> list[RunFolder]:
+    """Three runs of a router whose summaries differ in these keys."""
+    made = []
+    for seed in range(3):
+        copy = RunFolder(run.path)
+        copy.summary = {**run.summary, "router": router, "seed": seed}
+        for key, values in changes.items():
+            copy.summary[key] = {**run.summary[key], "mean": values[seed]} if key == "latency_s" else values[seed]
+        made.append(copy)
+    return made
+
+
+def tables_of(*runs: RunFolder) -> str:
+    return "".join(tables(shown(by_router(runs))))
+
+
+def test_bold_is_only_what_is_better_than_every_other_by_more_than_noise(runs: list[RunFolder]) -> None:
+    one = seeds(runs[0], "one", accuracy=[0.91, 0.93, 0.92], latency_s=[0.010, 0.030, 0.020])
+    two = seeds(runs[0], "two", accuracy=[0.81, 0.83, 0.82], latency_s=[0.020, 0.011, 0.021])
+    results = tables_of(*one, *two).partition("</table>")[0]
+    assert re.findall(r'<td class="best">([\d.]+)', results) == ["92.00"]
+
+
+def test_one_run_each_shows_nothing_in_bold(runs: list[RunFolder]) -> None:
+    assert 'class="best"' not in tables_of(runs[0], runs[2])
+
+
+def test_energy_that_proves_nothing_has_no_bold_and_no_chart(page: str, runs: list[RunFolder]) -> None:
+    def both(source: str) -> str:
+        made = [
+            *seeds(runs[0], "one", energy_per_item_j=[0.01, 0.011, 0.012]),
+            *seeds(runs[0], "two", energy_per_item_j=[0.02, 0.021, 0.022]),
+        ]
+        for run in made:
+            run.summary["energy_source"] = source
+        return tables_of(*made)
+
+    assert 'class="best">11.0' in both("counter")
+    assert 'class="best"' not in both("estimated")
+    assert "against energy" not in page
+
+
+def test_numbers_of_a_column_have_the_same_digits(runs: list[RunFolder]) -> None:
+    made = [*seeds(runs[0], "one"), *seeds(runs[0], "two")]
+    for i, run in enumerate(made):
+        run.summary["reward"] = {"mean": 0.00131 + 0.000039 * i, "sd": 0.0}
+    blocks = re.search(r"<h2>Blocks</h2>.*?</table>", tables_of(*made), re.S)
+    assert blocks is not None
+    assert re.findall(r"0\.00\d{3,}", blocks[0]) == ["0.00135", "0.00010", "0.00147", "0.00010"]
 
 
 def test_every_router_has_a_row_and_figures(page: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slim_scheduler.core.errors import RecordError
-from slim_scheduler.report.measures import Estimate, aggregate, estimate, flatten
+from slim_scheduler.report.measures import NOTHING, Estimate, Measure, aggregate, estimate, flatten, is_sure
 
 
 class Comparison:
@@ -22,11 +22,22 @@ class Comparison:
             router: aggregate(runs) for router, runs in self.summaries.items()
         }
         self.differences: dict[str, dict[str, Estimate]] = {
-            router: self._paired(router) for router in list(self.summaries)[1:]
+            router: self.paired(router, self.first) for router in list(self.summaries)[1:]
         }
 
-    def _paired(self, router: str) -> dict[str, Estimate]:
-        base = {run["seed"]: flatten(run) for run in self.summaries[self.first]}
+    def is_clearly_best(self, router: str, measure: Measure) -> bool:
+        """Whether a router is better than every other one by more than the 95 % interval of their paired difference."""
+        if measure.better is None or len(self.summaries) < 2:
+            return False
+        sign = 1.0 if measure.better == "high" else -1.0
+        differences = [
+            self.paired(router, other).get(measure.key, NOTHING) for other in self.summaries if other != router
+        ]
+        return all(is_sure(d) and sign * (d.mean or 0.0) > 0 for d in differences)
+
+    def paired(self, router: str, other: str) -> dict[str, Estimate]:
+        """Differences of a router to another, by the seeds that both ran."""
+        base = {run["seed"]: flatten(run) for run in self.summaries[other]}
         pairs = [(flatten(run), base[run["seed"]]) for run in self.summaries[router] if run["seed"] in base]
         keys = dict.fromkeys(key for mine, _ in pairs for key in mine if key != "seed")
         return {key: estimate([_minus(mine.get(key), theirs.get(key)) for mine, theirs in pairs]) for key in keys}

@@ -12,14 +12,85 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from slim_scheduler.record.columns import Blocks, Floats, items_of, numbers, texts
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.record.columns import Blocks, Floats, blocks_of, items_of, numbers, texts
 from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.run_folder import RunFolder
-from slim_scheduler.report.theme import CARD, SOFT, drawing, marker, series, width_color
+from slim_scheduler.report.theme import CARD, FIGURE_SIZE, SOFT, drawing, marker, series, width_color
+from slim_scheduler.setup.machines import carried_by_width
 
 Groups = Mapping[str, Sequence[RunFolder]]
 CURVE_POINTS = 300
 TIME_BINS = 60
+WINDOWS = 30  # of the picture over time: at the demo's load each has a hundred items and more
+
+
+def over_time(groups: Groups) -> Figure:
+    """Load, mean width, p99 and accuracy of the items by the time of their arrival: one line per router, its first run.
+
+    An item without an answer counts in p99 with its age when the run ended. Accuracy is of the answered items.
+    """
+    first = {router: runs[0] for router, runs in groups.items()}
+    duration = max(run.config.workload.duration_s for run in first.values())
+    edges = np.linspace(0.0, duration, WINDOWS + 1)
+    middle = (edges[1:] + edges[:-1]) / 2
+    with drawing(height=7.2) as figure:
+        figure.set_figwidth(1.3 * FIGURE_SIZE[0])
+        load, width, p99, accuracy = all_axes = figure.subplots(4, sharex=True, height_ratios=(0.8, 1, 1.2, 1.2))
+        _say_origin(load, groups)
+        for i, (router, run) in enumerate(first.items()):
+            color, dash = series(i)
+            items, blocks = items_of(run.record), blocks_of(run.record)
+            started = run.record.info.started_at
+            window = np.digitize(items.arrival - started, edges) - 1
+            if i == 0:
+                rates = np.bincount(window, minlength=WINDOWS)[:WINDOWS] / np.diff(edges)
+                load.stairs(rates, edges, fill=True, color=SOFT, alpha=0.35, lw=0)
+            ended = np.where(np.isnan(items.ended), run.summary["duration_s"] + started, items.ended)
+            slow = [_percentile_99((ended - items.arrival)[window == k]) for k in range(WINDOWS)]
+            p99.plot(middle, 1000 * np.array(slow), color=color, ls=dash, label=router)
+            right = [_mean(items.right[(window == k) & items.answered]) for k in range(WINDOWS)]
+            accuracy.plot(middle, 100 * np.array(right), color=color, ls=dash)
+            at = np.digitize(blocks.decided[blocks.task_block] - started, edges) - 1
+            ran = np.array(widths_that_ran(blocks), float)[blocks.task_ran] if len(blocks.task_ran) else np.zeros(0)
+            width.plot(middle, [_mean(ran[at == k]) for k in range(WINDOWS)], color=color, ls=dash)
+        load.set_ylabel("load, items/s")
+        load.set_ylim(bottom=0)
+        for name, most in _carried(next(iter(first.values()))).items():
+            load.axhline(most, color=SOFT, lw=1, ls=":")
+            load.annotate(name, (duration, most), ha="right", va="bottom", fontsize=8, color=SOFT)
+        width.set_ylabel("mean width")
+        width.set_ylim(0, 1.05)
+        p99.set_ylabel("p99, ms")
+        p99.set_yscale("log")
+        p99.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+        accuracy.set_ylabel("accuracy, %")
+        accuracy.set_xlabel("time of arrival, s")
+        figure.legend(*p99.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        for axes in all_axes:
+            axes.set_xlim(0, duration)
+        _shade_warmup(next(iter(first.values())), *all_axes)
+    return figure
+
+
+def _carried(run: RunFolder) -> dict[str, float]:
+    """What all servers together carry at the widest and at the narrowest width; empty where a profile is not there."""
+    try:
+        carried = carried_by_width(run.config)
+    except InputError:
+        return {}
+    return {
+        f"all at width {width:g} carry {carried[width]:,.0f}/s": carried[width]
+        for width in (min(carried), max(carried))
+    }
+
+
+def _percentile_99(values: Floats) -> float:
+    return float(np.percentile(values, 99)) if len(values) else np.nan
+
+
+def _mean(values: Floats) -> float:
+    return float(np.mean(values)) if len(values) else np.nan
 
 
 def latency_curves(groups: Groups) -> Figure:

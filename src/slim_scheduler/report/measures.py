@@ -17,8 +17,8 @@ from slim_scheduler.core.errors import RecordError
 class Measure:
     """One column. `key` is the summary's, nested keys joined by a dot; shown as value x scale with `unit`.
 
-    `digits` after the point; None for three significant ones of the value or the spread, whichever is larger, where
-    sizes differ much between clusters.
+    `digits` after the point; None for three significant ones of the largest value that is shown together, where sizes
+    differ much between clusters.
     """
 
     key: str
@@ -28,15 +28,24 @@ class Measure:
     digits: int | None = 1
     better: Literal["low", "high"] | None = None
 
-    def show(self, value: float | None, spread: float | None = None) -> str:
+    def places(self, values: Iterable[float | None]) -> int:
+        """How many digits after the point these values get, all of them alike."""
+        if self.digits is not None:
+            return self.digits
+        largest = max((abs(v * self.scale) for v in values if v is not None), default=0.0)
+        return max(0, 2 - math.floor(math.log10(largest))) if largest else 1
+
+    def show(self, value: float | None, spread: float | None = None, places: int | None = None) -> str:
+        """`value ± spread`; without `places`, those of the two alone."""
         if value is None:
             return "–"
+        digits = self.places((value, spread)) if places is None else places
         shown = [v * self.scale for v in (value, spread) if v is not None]
-        digits = self.digits
-        if digits is None:
-            largest = max(map(abs, shown))
-            digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 1
         return " ± ".join(f"{v:,.{digits}f}".replace("-", "−") for v in shown)
+
+    @property
+    def is_energy(self) -> bool:
+        return self.key.startswith("energy")
 
     @property
     def heading(self) -> str:
@@ -77,6 +86,14 @@ class Estimate:
     mean: float | None
     ci95: float | None
     runs: tuple[float | None, ...]
+
+
+NOTHING = Estimate(None, None, ())
+
+
+def is_sure(difference: Estimate) -> bool:
+    """Whether the 95 % interval of a difference excludes zero."""
+    return difference.mean is not None and difference.ci95 is not None and abs(difference.mean) > difference.ci95
 
 
 def estimate(values: Sequence[float | None]) -> Estimate:

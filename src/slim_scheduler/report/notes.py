@@ -7,6 +7,17 @@ from slim_scheduler.core.errors import RouterError
 
 FALLBACK_LIMIT = 0.01  # from which share of replaced decisions on a row is marked
 LAG_LIMIT_S = 0.005  # docs/measures.md: a later generator makes a live run invalid
+INVALID = "†"  # beside a router's name, in every table and picture
+
+
+def is_valid(summary: dict[str, Any]) -> bool:
+    """Whether a run's latencies mean anything: its load generator was in time."""
+    return (summary["generator_lag_s"]["p99"] or 0.0) <= LAG_LIMIT_S
+
+
+def is_metered(summaries: Sequence[dict[str, Any]]) -> bool:
+    """Whether the energy of all runs was measured: what is estimated or unknown proves nothing."""
+    return not any(word in run["energy_source"] for run in summaries for word in ("estimated", "none"))
 
 
 def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -16,11 +27,11 @@ def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
     if any("estimated" in run["energy_source"] for run in summaries):
         yield "Energy is estimated from the devices' profiles, not metered: it proves nothing."
     lags = [run["generator_lag_s"]["p99"] or 0.0 for run in summaries]
-    late = sum(lag > LAG_LIMIT_S for lag in lags)
+    late = sum(not is_valid(run) for run in summaries)
     if late:
         yield (
-            f"Latencies of {late} of {count(len(lags), 'run')} are not valid: the load generator was over 5 ms late "
-            f"(p99 up to {1000 * max(lags):.1f} ms). The machine was too busy."
+            f"{INVALID} Latencies of {late} of {count(len(lags), 'run')} are not valid: the load generator was over "
+            f"5 ms late (p99 up to {1000 * max(lags):.1f} ms). The machine was too busy."
         )
     stopped = sum(bool(run["interrupted"]) for run in summaries)
     if stopped:
@@ -37,9 +48,12 @@ def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def router_title(router: str, summaries: Sequence[dict[str, Any]]) -> str:
-    """A router's name in a table, with a mark where the fallback made more than 1 % of its decisions."""
+    """A router's name in tables and pictures, with a mark where the fallback made more than 1 % of its decisions, and
+    one where a run is not valid.
+    """
     share = _share(summaries)
-    return f"{router} ({share:.0%} the fallback's)" if share > FALLBACK_LIMIT else router
+    title = f"{router} ({share:.0%} the fallback's)" if share > FALLBACK_LIMIT else router
+    return title if all(map(is_valid, summaries)) else f"{title} {INVALID}"
 
 
 def refuse_raising(summary: dict[str, Any]) -> None:

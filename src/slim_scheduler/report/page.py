@@ -5,6 +5,7 @@ summaries, figures from records; nothing is computed here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -14,9 +15,9 @@ from matplotlib.figure import Figure
 from slim_scheduler.record.columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
-from slim_scheduler.report.measures import REWARDED, SERVED, Estimate, Measure
-from slim_scheduler.report.notes import count, notes, router_title
-from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router
+from slim_scheduler.report.measures import NOTHING, REWARDED, SERVED, Estimate, Measure, is_sure
+from slim_scheduler.report.notes import count, is_metered, notes
+from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router, shown
 from slim_scheduler.report.theme import css_variables, inline_svg
 
 Groups = Mapping[str, Sequence[RunFolder]]
@@ -24,9 +25,8 @@ Groups = Mapping[str, Sequence[RunFolder]]
 
 def write_report(runs: Sequence[RunFolder], path: Path, title: str = "Slim Scheduler report") -> None:
     """Writes the page for some runs, grouped by router."""
-    groups = by_router(runs)
-    comparison = Comparison({router: [run.summary for run in of] for router, of in groups.items()})
-    body = "\n".join([*_head(groups, title), *_tables(groups, comparison), *_figures(groups), *_details(groups)])
+    groups = shown(by_router(runs))
+    body = "\n".join([*_head(groups, title), *_first(groups), *tables(groups), *_figures(groups), *_details(groups)])
     css = files("slim_scheduler.report").joinpath("page.css").read_text()
     light, dark = css_variables(dark=False), css_variables(dark=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +55,32 @@ def _head(groups: Groups, title: str) -> Iterator[str]:
     yield from (f'<p class="note">{escape(note)}</p>' for note in notes([run.summary for run in runs]))
 
 
-def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
+def _first(groups: Groups) -> Iterator[str]:
+    """What happened when, before any table."""
+    title = "Load, widths, latency and accuracy over time"
+    caption = "One run of each router on the same arrivals. The shaded start is not measured."
+    yield f'<div class="first">{_figure(figures.over_time(groups), title, caption)}</div>'
+
+
+def tables(groups: Groups) -> Iterator[str]:
+    """The page's tables: what users get, what routers are rewarded for, and paired differences to the first router."""
+    comparison = Comparison({router: [run.summary for run in of] for router, of in groups.items()})
     widths = _widths(groups)
+    metered = is_metered([run.summary for of in groups.values() for run in of])
     several = max(len(of) for of in groups.values()) > 1
-    interval = "mean ± half of the 95 % interval over seeds" if several else ""
+    interval = (
+        "mean ± half of the 95 % interval over seeds; bold: better than every other by more than noise"
+        if several
+        else ""
+    )
+    best = {
+        (router, measure.key)
+        for router in comparison.summaries
+        for measure in (*SERVED, *REWARDED)
+        if comparison.is_clearly_best(router, measure) and (metered or not measure.is_energy)
+    }
     yield "<h2>Results</h2>"
-    yield from _table(groups, comparison.estimates, SERVED, interval, widths=widths, among=comparison.estimates)
+    yield from _table(groups, comparison.estimates, SERVED, interval, best, widths=widths)
     yield (
         '<div class="key soft">'
         + "".join(
@@ -71,12 +91,18 @@ def _tables(groups: Groups, comparison: Comparison) -> Iterator[str]:
     )
     said = "what a router is rewarded for (eq. 7)" + (f", {interval}" if several else "")
     yield "<h2>Blocks</h2>"
-    yield from _table(groups, comparison.estimates, REWARDED, said, among=comparison.estimates)
+    yield from _table(groups, comparison.estimates, REWARDED, said, best)
     if several and comparison.differences:
         said = "paired by seed: same arrivals, same items; bold where the 95 % interval excludes zero"
+        sure = {
+            (router, measure.key)
+            for router, differences in comparison.differences.items()
+            for measure in (*SERVED, *REWARDED)
+            if is_sure(differences.get(measure.key, NOTHING)) and (metered or not measure.is_energy)
+        }
         yield f"<h2>Difference to {escape(comparison.first)}</h2>"
-        yield from _table(groups, comparison.differences, SERVED, said)
-        yield from _table(groups, comparison.differences, REWARDED, said)
+        yield from _table(groups, comparison.differences, SERVED, said, sure)
+        yield from _table(groups, comparison.differences, REWARDED, said, sure)
 
 
 def _table(
@@ -84,11 +110,15 @@ def _table(
     rows: Mapping[str, Mapping[str, Estimate]],
     measures: Sequence[Measure],
     said: str,
+    bold: AbstractSet[tuple[str, str]],
     *,
     widths: Sequence[str] = (),
-    among: Mapping[str, Mapping[str, Estimate]] | None = None,
 ) -> Iterator[str]:
-    """One row per router; with `widths` also how many items it answered, and at which widths."""
+    """One row per router; with `widths` also how many items it answered, and at which widths.
+
+    `bold` are the cells by router and measure.
+    """
+    places = {m.key: m.places([of[m.key].mean for of in rows.values() if m.key in of]) for m in measures}
     origins = " / ".join(dict.fromkeys(run.origin for of in groups.values() for run in of))
     titles = [f"<th>{m.title}<small>{m.unit or '&nbsp;'}</small></th>" for m in measures]
     titles += ["<th>widths</th>", "<th>answered</th>"] if widths else []
@@ -102,9 +132,9 @@ def _table(
         if widths:
             completed, arrived = (sum(run.summary[f"items_{key}"] for run in of) for key in ("completed", "arrived"))
             extra = f"<td>{_mix(rows[router], widths)}</td><td>{completed:,} <small>of {arrived:,}</small></td>"
-        title = router_title(router, [run.summary for run in of])
-        name = f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(title)}</th>'
-        yield f"<tr>{name}{_cells(rows[router], measures, among)}{extra}</tr>"
+        name = f'<th scope="row"><i style="background:var(--s{i % 8})"></i>{escape(router)}</th>'
+        cells = (_cell(rows[router].get(m.key, NOTHING), m, places[m.key], (router, m.key) in bold) for m in measures)
+        yield f"<tr>{name}{''.join(cells)}{extra}</tr>"
     yield "</tbody></table></div>"
 
 
@@ -113,34 +143,11 @@ def _widths(groups: Groups) -> list[str]:
     return sorted({width for of in groups.values() for run in of for width in run.summary["width_share"]}, key=float)
 
 
-def _cells(
-    estimates: Mapping[str, Estimate],
-    measures: Sequence[Measure],
-    among: Mapping[str, Mapping[str, Estimate]] | None,
-) -> str:
-    """One cell per measure; bold is the best among several routers, or without them a sure difference."""
-    cells = []
-    for measure in measures:
-        value = estimates.get(measure.key, Estimate(None, None, ()))
-        text = escape(measure.show(value.mean))
-        if value.ci95 is not None:
-            text += f" <small>± {escape(measure.show(value.ci95))}</small>"
-        bold = _is_best(measure, value, among) if among else _is_sure(value)
-        cells.append(f'<td class="best">{text}</td>' if bold else f"<td>{text}</td>")
-    return "".join(cells)
-
-
-def _is_sure(value: Estimate) -> bool:
-    return value.mean is not None and value.ci95 is not None and abs(value.mean) > value.ci95
-
-
-def _is_best(measure: Measure, value: Estimate, among: Mapping[str, Mapping[str, Estimate]]) -> bool:
-    """Whether no router shows a better number, and some shows a worse one."""
-    means = [of[measure.key].mean for of in among.values() if measure.key in of]
-    known = [mean for mean in means if mean is not None]
-    if measure.better is None or value.mean is None or len({measure.show(mean) for mean in known}) < 2:
-        return False
-    return measure.show(value.mean) == measure.show(min(known) if measure.better == "low" else max(known))
+def _cell(value: Estimate, measure: Measure, places: int, bold: bool) -> str:
+    text = escape(measure.show(value.mean, None, places))
+    if value.ci95 is not None:
+        text += f" <small>± {escape(measure.show(value.ci95, None, places))}</small>"
+    return f'<td class="best">{text}</td>' if bold else f"<td>{text}</td>"
 
 
 def _mix(estimates: Mapping[str, Estimate], widths: Sequence[str]) -> str:
@@ -167,6 +174,8 @@ def _figures(groups: Groups) -> Iterator[str]:
         ("latency_s.p99", "99th percentile of latency, ms", 1000.0, "Accuracy against tail latency"),
         ("energy_per_item_j", "energy per answered item, mJ", 1000.0, "Accuracy against energy"),
     ):
+        if key.startswith("energy") and not is_metered([run.summary for of in groups.values() for run in of]):
+            continue
         drawn = figures.accuracy_against(groups, key, label, scale)
         if drawn is not None:
             yield _figure(drawn, title, "Up and to the left is better.")

@@ -4,14 +4,16 @@ Finds the runs below the folders it is given; what runs write there is `run/runs
 """
 
 import json
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.record.recorder import Record, read_record
+from slim_scheduler.report.notes import router_title
 from slim_scheduler.setup.config import Config, config_from
 
 RECORD, SUMMARY, CONFIG, COMPARISON = "record.parquet", "summary.json", "config.toml", "compare.json"
@@ -84,6 +86,20 @@ def by_router(runs: Iterable[RunFolder]) -> dict[str, list[RunFolder]]:
         name = f"{run.router} ({run.summary['mode']})" if several else run.router
         groups.setdefault(name, []).append(run)
     return groups
+
+
+def shown(groups: Mapping[str, list[RunFolder]]) -> dict[str, list[RunFolder]]:
+    """The groups under the names that the page shows: short, and with the marks of what must be known of their runs."""
+    short = [_shortened(name) for name in groups]
+    names = short if len(set(short)) == len(short) else list(groups)
+    return {
+        router_title(name, [run.summary for run in of]): of for name, of in zip(names, groups.values(), strict=True)
+    }
+
+
+def _shortened(router: str) -> str:
+    """`ppo:…/adaptive` for a policy in a folder of folders."""
+    return re.sub(r"^ppo:.*/([^/]+)/?", r"ppo:…/\1", router)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,19 +7,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from slim_scheduler.report.comparison import Comparison
-from slim_scheduler.report.measures import HEADLINE, Estimate
-from slim_scheduler.report.notes import router_title
+from slim_scheduler.report.measures import HEADLINE, NOTHING, Estimate, is_sure
+from slim_scheduler.report.notes import is_metered, router_title
 from slim_scheduler.report.run_folder import origin
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """One line per router, mean and 95 % interval where there are several runs."""
     table = _table(comparison.summaries)
+    places = _places(comparison.estimates)
     for router, estimates in comparison.estimates.items():
         runs = comparison.summaries[router]
         completed = sum(run["items_completed"] for run in runs)
         arrived = sum(run["items_arrived"] for run in runs)
-        table.add_row(escape(router_title(router, runs)), f"{completed:,} of {arrived:,}", *_cells(estimates))
+        name = escape(router_title(router, runs))
+        table.add_row(name, f"{completed:,} of {arrived:,}", *_cells(estimates, places))
     return table
 
 
@@ -28,8 +30,11 @@ def difference_table(comparison: Comparison) -> Table | None:
     if not comparison.differences:
         return None
     table = _table(comparison.summaries, title=f"difference to {comparison.first}, same arrivals")
+    places = _places(comparison.differences)
+    metered = is_metered([run for runs in comparison.summaries.values() for run in runs])
     for router, differences in comparison.differences.items():
-        table.add_row(escape(router_title(router, comparison.summaries[router])), "", *_cells(differences, mark=True))
+        name = escape(router_title(router, comparison.summaries[router]))
+        table.add_row(name, "", *_cells(differences, places, mark=True, metered=metered))
     return table
 
 
@@ -45,11 +50,18 @@ def _table(summaries: Mapping[str, Sequence[dict[str, Any]]], title: str | None 
     return table
 
 
-def _cells(estimates: Mapping[str, Estimate], mark: bool = False) -> list[str]:
+def _places(rows: Mapping[str, Mapping[str, Estimate]]) -> dict[str, int]:
+    """Digits after the point, alike in a column."""
+    return {m.key: m.places([of[m.key].mean for of in rows.values() if m.key in of]) for m in HEADLINE}
+
+
+def _cells(
+    estimates: Mapping[str, Estimate], places: Mapping[str, int], mark: bool = False, metered: bool = True
+) -> list[str]:
     cells = []
     for measure in HEADLINE:
-        value = estimates.get(measure.key, Estimate(None, None, ()))
-        text = measure.show(value.mean, value.ci95)
-        sure = mark and value.mean is not None and value.ci95 is not None and abs(value.mean) > value.ci95
+        value = estimates.get(measure.key, NOTHING)
+        text = measure.show(value.mean, value.ci95, places[measure.key])
+        sure = mark and is_sure(value) and (metered or not measure.is_energy)
         cells.append(f"[bold]{text}[/bold]" if sure else text)
     return cells
