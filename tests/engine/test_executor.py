@@ -67,6 +67,26 @@ def test_cpu_threads_are_set_per_execution_thread():
     assert torch.get_num_threads() == before
 
 
+class WaitingDevice(CpuDevice):
+    """Its thread waits in every batch, as one does that gets no core."""
+
+    WAIT = 0.2
+
+    def run(self, *arguments):
+        threading.Event().wait(self.WAIT)
+        return super().run(*arguments)
+
+
+async def test_what_a_slow_server_waited_for_a_core_is_not_multiplied():
+    factor = 50.0
+    async with Desk(slowdown=factor) as desk:
+        desk.executor.device = WaitingDevice(NETWORK, SHAPE, 1, AMPLE)
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        job = await desk.submit(batch_job(torch.from_numpy(images(1))))
+    assert isinstance(job, BatchJob)
+    assert WaitingDevice.WAIT <= job.seconds < factor * WaitingDevice.WAIT / 2
+
+
 async def test_a_slow_server_takes_its_time_without_using_the_cpu():
     factor = 20.0
     items = torch.from_numpy(images(32))

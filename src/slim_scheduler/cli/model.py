@@ -39,7 +39,9 @@ def fit(
     preset: Annotated[
         str | None,
         typer.Option(
-            "--preset", "-p", help="digits, cifar100, cifar100-lean, cifar100-taught; by image size if left out."
+            "--preset",
+            "-p",
+            help="digits, digits-small, cifar100, cifar100-lean, cifar100-taught; by size if left out.",
         ),
     ] = None,
     channels: Annotated[
@@ -144,7 +146,7 @@ def measure(
             model,
             device,
             threads=threads,
-            busy=busy,
+            slowdowns=(1.0,) * (1 + busy),
             rounds=rounds,
             precision=precision,
             progress=lambda done, of: show(done / of),

@@ -89,6 +89,11 @@ class Brief:
         return True
 
 
+def slowed_work(job: BatchJob, device: Device) -> Seconds:
+    """What a slow server takes longer for: on a CPU the thread's work, not what the thread waited for a core."""
+    return min(job.busy, job.seconds) if device.name == "cpu" else job.seconds
+
+
 def _kind(batch: Batch, size: int) -> tuple[int, float | None, float, int]:
     """Batches of one kernel and about one size: a small one says little of a large one, its fixed cost is the same."""
     return batch.segment, batch.previous_width, batch.width, (size - 1).bit_length()
@@ -191,7 +196,7 @@ class Executor:
 
     def _slow(self, job: BatchJob) -> Seconds:
         """For how long a server that is to be `slowdown` times as slow stays busy without using the CPU."""
-        rest = max(0.0, self._slowdown - 1.0) * job.seconds
+        rest = max(0.0, self._slowdown - 1.0) * slowed_work(job, self.device)
         job.seconds += rest
         return rest
 

@@ -42,7 +42,7 @@ def measure(
     *,
     batches: Sequence[int] = BATCHES,
     threads: int = 1,
-    busy: int = 0,
+    slowdowns: Sequence[float] = (1.0,),
     rounds: int = ROUNDS,
     memory_gib: float = 8.0,
     precision: str = "fp32",
@@ -50,12 +50,12 @@ def measure(
 ) -> Profile:
     """The profile of `device`, as a configuration names it, for the network in `model_dir`.
 
-    `busy` further servers of this process compute meanwhile: as many as there will be beside it.
+    One server per entry of `slowdowns`, all of this process and all computing: as many as there will be.
     """
     model = load_model(model_dir)
     return asyncio.run(
         measure_model(
-            model, device, batches=batches, threads=threads, slowdowns=(1.0,) * (1 + busy), rounds=rounds,
+            model, device, batches=batches, threads=threads, slowdowns=slowdowns, rounds=rounds,
             memory_gib=memory_gib, precision=precision, progress=progress,
         )
     )  # fmt: skip
