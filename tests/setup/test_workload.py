@@ -63,6 +63,27 @@ def test_bursts_are_as_much_faster_as_burst_factor_says() -> None:
     assert counts[counts > 70].mean() == pytest.approx(120.0, rel=0.03)
 
 
+DAY = WorkloadConfig(kind="steps", rate=100.0, duration_s=400.0, steps=((100.0, 0.5), (50.0, 3.0), (20.0, 0.0)))
+
+
+def test_steps_have_their_rates_and_the_last_lasts() -> None:
+    counts = np.mean(
+        [np.histogram(generate(DAY, s, 1).times, bins=8, range=(0, 400))[0] / 50 for s in range(8)], axis=0
+    )
+    assert counts == pytest.approx([50, 50, 300, 0, 0, 0, 0, 0], rel=0.05)
+
+
+def test_steps_that_go_on_after_the_run_are_cut() -> None:
+    times = generate(replace(DAY, duration_s=120.0), 0, 1).times
+    assert times[-1] < 120.0
+    assert np.sum(times >= 100.0) == pytest.approx(20 * 300, rel=0.05)
+
+
+def test_a_rate_that_is_not_in_items_per_second_yet_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in_items_per_second"):
+        generate(replace(DAY, rate_unit="narrowest"), 0, 1)
+
+
 def test_diurnal_peaks_a_quarter_day_in_and_bottoms_three_quarters_in() -> None:
     workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=400.0, day_s=400.0, day_swing=0.5)
     counts = np.histogram(generate(workload, 1, 1).times, bins=40, range=(0, 400))[0] / 10

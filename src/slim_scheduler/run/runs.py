@@ -20,9 +20,9 @@ from slim_scheduler.record.summary import summarize
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import Interruption, deferred, sigterm_as_ctrl_c
-from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.machines import in_items_per_second, load_shape
 
-DIGITS_SHAPE = (1, 8, 8)
+DIGITS_CHANNELS = 1  # and square: digits are enlarged to the network's size
 
 Progress = Callable[[float], None]  # share of the run in [0, 1]
 
@@ -45,6 +45,7 @@ def simulated_run(
     from slim_scheduler.setup.workload import generate
     from slim_scheduler.sim.host import Simulation
 
+    config = in_items_per_second(config)
     accuracy = accuracy_table(config)
     _check_data(config, accuracy)
     arrivals = generate(config.workload, seed, accuracy.items if accuracy else 1)
@@ -98,6 +99,7 @@ def live_run(config: Config, router: str, seed: int, out: Path, progress: Progre
         if progress is not None:
             progress(min(done / of, 1.0))
 
+    config = in_items_per_second(config)
     with sigterm_as_ctrl_c():
         run = bench(config, router, seed, progress=share)
     return _write(out, config, run.recorder, run.info, accuracy_table(config))
@@ -113,7 +115,7 @@ def _check_data(config: Config, accuracy: AccuracyTable | None) -> None:
     """Raises ConfigError where the workload shows digits to a network that was not made for them, or the other way."""
     shape, path, data = load_shape(config).item_shape, config.model.path, config.workload.data
     by = "x".join(map(str, shape))
-    if data == "digits" and shape != DIGITS_SHAPE:
+    if data == "digits" and not (shape[0] == DIGITS_CHANNELS and shape[-1] == shape[-2]):
         raise ConfigError(
             f"workload.data is digits, images of 1x8x8, but {path} takes {by}; set workload.data to that network's data"
         )

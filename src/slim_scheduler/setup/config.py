@@ -202,10 +202,20 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arrivals of `slim simulate`, `bench`, `compare` and `train`."""
 
     kind: Annotated[
-        Literal["poisson", "bursty", "diurnal", "trace"],
-        key("user", "`bursty`: two-state Markov-modulated Poisson; `diurnal`: a sine; `trace`: a file's arrivals"),
+        Literal["poisson", "steps", "bursty", "diurnal", "trace"],
+        key(
+            "user",
+            "`steps`: Poisson at a rate that changes; `bursty`: two-state Markov-modulated Poisson; `diurnal`: a sine; "
+            "`trace`: a file's arrivals",
+        ),
     ] = "poisson"
-    rate: Annotated[float, key("user", "items per second, the mean of every kind but `trace`", above=0)] = 200.0
+    rate: Annotated[float, key("user", "in `rate_unit`, the mean of every kind but `steps` and `trace`", above=0)] = (
+        200.0
+    )
+    rate_unit: Annotated[
+        Literal["items/s", "narrowest"],
+        key("user", "`narrowest`: multiples of what all servers carry at the narrowest width, by their profiles"),
+    ] = "items/s"
     duration_s: Annotated[float, key("user", "arrivals stop then", above=0)] = 30.0
     data: Annotated[
         str, key("user", "`digits`, a folder in the cifar-100-binary layout, or class folders of images")
@@ -218,6 +228,10 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "drain"
     items_per_request: Annotated[int, key("user", "items of one request", above=0)] = 1
     trace: Annotated[str | None, key("user", "file of arrival times, for `trace`")] = None
+    steps: Annotated[
+        tuple[tuple[float, float], ...],
+        key("user", "`steps`: [seconds, factor on `rate`], one after the other; the last one lasts"),
+    ] = ()
     burst_factor: Annotated[float, key("user", "`bursty`: rate in a burst over the calm rate", above=0)] = 4.0
     burst_s: Annotated[float, key("user", "`bursty`: mean length of a burst", above=0)] = 1.0
     burst_every_s: Annotated[float, key("user", "`bursty`: mean time from burst to burst", above=0)] = 5.0
@@ -515,6 +529,12 @@ def _check_run(config: Config) -> None:
         )
     if workload.kind == "trace" and not workload.trace:
         raise ConfigError("workload.kind is trace but workload.trace names no file")
+    if workload.kind == "steps" and not workload.steps:
+        raise ConfigError("workload.kind is steps but workload.steps is empty; give some, such as [[20, 0.5], [5, 2]]")
+    for seconds, factor in workload.steps:
+        _positive("workload.steps: a step's seconds", seconds)
+        if not 0 <= factor < float("inf"):
+            raise ConfigError(f"workload.steps: a factor is {factor:g}; it must be 0 or more and finite")
 
 
 def _check_training(config: Config) -> None:

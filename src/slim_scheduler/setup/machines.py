@@ -90,6 +90,40 @@ def load_profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile
     return profiles
 
 
+def in_items_per_second(config: Config) -> Config:
+    """The configuration with `workload.rate` in items per second, if it is in multiples of what the servers carry.
+
+    Raises CheckpointError and ProfileError.
+    """
+    if config.workload.rate_unit == "items/s":
+        return config
+    carried = carried_by_width(config)
+    rate = config.workload.rate * carried[min(carried)]
+    workload = msgspec.structs.replace(config.workload, rate=rate, rate_unit="items/s")
+    return msgspec.structs.replace(config, workload=workload)
+
+
+def carried_by_width(config: Config) -> dict[Width, float]:
+    """Items per second that all servers together carry at each width throughout, in full batches, by their profiles.
+
+    Links cost nothing here. Raises CheckpointError and ProfileError.
+    """
+    shape = load_shape(config)
+    facts = router_facts(config, shape, load_profiles(config, shape))
+    return {
+        width: sum(_most_items_per_second(server, width, shape.segments) for server in facts.servers.values())
+        for width in shape.widths
+    }
+
+
+def _most_items_per_second(server: ServerFacts, width: Width, segments: int) -> float:
+    seconds = [
+        server.latency.seconds(segment, width if segment else None, width, server.max_batch)
+        for segment in range(segments)
+    ]
+    return server.max_batch / (server.slowdown * sum(seconds))
+
+
 def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile]) -> RouterFacts:
     servers = {
         server.name: ServerFacts(

@@ -1,4 +1,4 @@
-"""When requests arrive and which samples they carry: Poisson, bursty, diurnal, or a trace file.
+"""When requests arrive and which samples they carry: Poisson, steps, bursty, diurnal, or a trace file.
 
 The same arrivals drive the simulator and a live run, and every router of a comparison: they depend on the workload's
 configuration and the seed alone. Nothing here sends a request.
@@ -44,6 +44,11 @@ def generate(workload: WorkloadConfig, seed: int, n_samples: int) -> Arrivals:
     """
     if n_samples < 1:
         raise ConfigError(f"the data set has {n_samples} samples; a workload needs at least 1")
+    if workload.rate_unit != "items/s":
+        raise ConfigError(
+            f"workload.rate is {workload.rate:g} in units of what the {workload.rate_unit} width carries; "
+            "`setup.machines.in_items_per_second` turns it into items per second"
+        )
     points, order = run_rng(seed, "workload").spawn(2)
     times = _KINDS[workload.kind](workload, points)
     times = times[times < workload.duration_s]
@@ -60,6 +65,18 @@ def _samples(items: int, n_samples: int, rng: Generator) -> NDArray[np.int64]:
 def _poisson(workload: WorkloadConfig, rng: Generator) -> Times:
     request_rate = workload.rate / workload.items_per_request
     return _unit_points(request_rate * workload.duration_s, rng) / request_rate
+
+
+def _steps(workload: WorkloadConfig, rng: Generator) -> Times:
+    """Poisson at a rate that changes step by step: unit-rate points through the inverse of the integrated rate."""
+    request_rate = workload.rate / workload.items_per_request
+    knots, integrated = [0.0], [0.0]
+    for i, (seconds, factor) in enumerate(workload.steps):
+        last = i == len(workload.steps) - 1
+        stay = max(seconds, workload.duration_s - knots[-1]) if last else seconds
+        knots.append(knots[-1] + stay)
+        integrated.append(integrated[-1] + stay * factor * request_rate)
+    return np.interp(_unit_points(integrated[-1], rng), integrated, knots)
 
 
 def _bursty(workload: WorkloadConfig, rng: Generator) -> Times:
@@ -115,6 +132,7 @@ def _trace(workload: WorkloadConfig, rng: Generator) -> Times:
 
 _KINDS: dict[str, Callable[[WorkloadConfig, Generator], Times]] = {
     "poisson": _poisson,
+    "steps": _steps,
     "bursty": _bursty,
     "diurnal": _diurnal,
     "trace": _trace,

@@ -15,7 +15,7 @@ from slim_scheduler.core.router.learned.observation import server_capacity
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
-from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
+from slim_scheduler.setup.machines import in_items_per_second, load_profiles, load_shape, router_facts
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Scenarios:
     """Draws scenarios from what `[training]` allows."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._config = config = in_items_per_second(config)
         self._shape = load_shape(config)
         self.facts = self._facts(config)
         self._capacity = self._capacity_of(self.facts)
@@ -59,7 +59,8 @@ class Scenarios:
             )
             facts = self._facts(config)
             factor *= self._capacity_of(facts) / self._capacity
-        workload = msgspec.structs.replace(config.workload, rate=factor * config.workload.rate)
+        kind = "poisson" if config.workload.kind == "steps" else config.workload.kind  # one load per episode
+        workload = msgspec.structs.replace(config.workload, kind=kind, rate=factor * config.workload.rate)
         router = msgspec.structs.replace(config.router, patience_room=training.patience_room or math.inf)
         backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
         return Scenario(msgspec.structs.replace(config, workload=workload, router=router), facts, backlog)
