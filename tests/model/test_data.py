@@ -117,6 +117,14 @@ def test_a_truncated_image_is_an_error_that_names_it(tmp_path):
         load_data(folder)
 
 
+def test_digits_are_enlarged_to_a_network_of_larger_images():
+    small, large = load_data("digits"), load_data("digits", (1, 32, 32))
+    assert large.item_shape == (1, 32, 32)
+    assert np.array_equal(large.test.labels, small.test.labels)
+    shrunk = large.test.pixels.reshape(-1, 8, 4, 8, 4).mean((2, 4))
+    assert np.abs(shrunk - small.test.pixels[:, 0]).mean() < 20
+
+
 def test_other_bad_sources_are_refused_in_one_line(tmp_path):
     with pytest.raises(DataError, match="does not exist; give `digits`"):
         load_data(tmp_path / "nowhere")

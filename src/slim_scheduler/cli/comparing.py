@@ -14,8 +14,11 @@ from slim_scheduler.cli.terminal import console, progress
 
 if TYPE_CHECKING:
     from slim_scheduler.run.compare import Finished
+    from slim_scheduler.setup.config import Config
 
 DEMO = Path("examples/demo")
+PROFILE_BATCHES = (1, 4, 16, 32)
+PROFILE_ROUNDS = 2
 CLONE = Path(__file__).parents[3]  # where an editable install finds what is not part of the package
 
 
@@ -68,10 +71,11 @@ def compare(
 def demo(
     out: Out = None,
     seed: Seed = 0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many days each router gets.")] = 1,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Three live servers, real images, one table."""
+    """A day in under a minute: three unequal live servers, real images, a surge, four routers."""
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.run.compare import run_live, trials
 
@@ -80,14 +84,35 @@ def demo(
         if not (CLONE / DEMO).is_dir():
             raise ConfigError(f"{DEMO} is not here; run the demo from the root of a clone of Slim Scheduler")
         os.chdir(CLONE)  # the demo's configuration names its model from the clone's root
-    settings = read_config(DEMO / "cluster.toml", overrides)
+    settings = _measured(read_config(DEMO / "day.toml", overrides), out / "profile.json")
     lines = (DEMO / "routers.txt").read_text().splitlines()
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    plan = trials(names, range(seed, seed + seeds), out)
     with progress("demo") as show:
-        finished, interrupted = _until_interrupted(run_live(settings, trials(names, [seed], out), show))
+        finished, interrupted = _until_interrupted(run_live(settings, plan, show))
     _conclude(names, finished, out, as_json, "Slim Scheduler demo")
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _measured(settings: "Config", path: Path) -> "Config":
+    """The configuration with a profile of this machine as it is now: its load is in multiples of what that carries."""
+    from msgspec.structs import replace
+
+    from slim_scheduler.engine.measure import measure
+    from slim_scheduler.setup.profiles import write_profile
+
+    with progress("measuring this machine") as show:
+        profile = measure(
+            settings.model.path,
+            settings.servers[0].device,
+            batches=PROFILE_BATCHES,
+            slowdowns=[server.slowdown for server in settings.servers],
+            rounds=PROFILE_ROUNDS,
+            progress=lambda done, of: show(done / of),
+        )
+    write_profile(profile, path)
+    return replace(settings, servers=tuple(replace(server, profile=str(path)) for server in settings.servers))
 
 
 def _until_interrupted(runs: "Iterable[Finished]", allow_fallback: bool = False) -> tuple[list["Finished"], bool]:

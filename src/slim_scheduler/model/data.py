@@ -13,6 +13,7 @@ from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import cifar
 from slim_scheduler.model.images import ImageData, Images
 
+DIGITS_SHAPE = (1, 8, 8)
 DIGITS_SPLIT_SEED = 20260101  # fixed: the held-out third never changes
 DIGITS_TEST_SHARE = 1 / 3
 FOLDER_TEST_SHARE = 1 / 5
@@ -27,12 +28,14 @@ def load_data(
     """`digits`, a folder in the official cifar-100-binary layout, its official archive, or class folders of images.
 
     Class folders are resized to `item_shape` (channels, height, width), or to `size` (height, width); without either
-    they keep the size that all of them have, with one channel where none has colours. Other data must have the shape
-    that is asked for. Raises DataError, one line, for what is missing, truncated or of another shape.
+    they keep the size that all of them have, with one channel where none has colours. Digits are enlarged to a square
+    `item_shape` of one channel. Other data must have the shape that is asked for. Raises DataError, one line, for what
+    is missing, truncated or of another shape.
     """
     path = Path(data)
     if str(data) == "digits":
-        loaded = digits()
+        channels, height, width = item_shape or DIGITS_SHAPE
+        loaded = digits(height if channels == 1 and height == width else None)
     elif path.name.endswith(".tar.gz"):
         loaded = cifar.from_archive(path)
     elif not path.is_dir():
@@ -53,12 +56,20 @@ def load_data(
     return loaded
 
 
-def digits() -> ImageData:
-    """scikit-learn's handwritten digits, 1x8x8, values 0..16 as 0..240; a fixed stratified third is the test part."""
+def digits(size: int | None = None) -> ImageData:
+    """scikit-learn's handwritten digits, 1x8x8, values 0..16 as 0..240; a fixed stratified third is the test part.
+
+    `size`: enlarged to that many pixels in height and width, bilinear.
+    """
     from sklearn.datasets import load_digits
 
     raw = load_digits()
     pixels = (raw.images[:, None] * 15).astype(np.uint8)  # (1797, 1, 8, 8)
+    if size is not None and size != DIGITS_SHAPE[1]:
+        from PIL import Image
+
+        images = [Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR) for image in pixels[:, 0]]
+        pixels = np.stack([np.asarray(image, np.uint8) for image in images])[:, None]
     everything = Images(pixels, raw.target.astype(np.int64))
     train, test = held_out(everything, DIGITS_TEST_SHARE, DIGITS_SPLIT_SEED)
     names = tuple(str(digit) for digit in range(10))
