@@ -8,7 +8,7 @@ from slim_scheduler.core.view import View
 
 
 class Shortest:
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, facts: RouterFacts) -> None:
         self.group = max(facts.groups)

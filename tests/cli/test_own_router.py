@@ -65,7 +65,7 @@ def test_a_comparison_stops_at_a_router_that_raises_and_marks_one_that_is_overru
     ("router", "said"),
     [
         ("Hungry", "cannot be made: TypeError"),
-        ("NoRouter", "has no decide, patience"),
+        ("NoRouter", "has no decide, chooses_full"),
         ("Missing", "has no Missing"),
     ],
 )

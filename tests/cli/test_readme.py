@@ -46,7 +46,7 @@ def test_the_readmes_python_runs() -> None:
     ("page", "lines", "use"),
     [
         ("own-network", 20, "from slim_scheduler.model.checkpoint import load, save; save(MyResNet(), out); load(out)"),
-        ("own-router", 15, "from slim_scheduler.core.types import Decision; assert Shortest.patience == 0.0"),
+        ("own-router", 15, "from slim_scheduler.core.types import Decision; assert not Shortest.chooses_full"),
     ],
 )
 def test_the_class_that_a_page_shows_works_as_it_stands(tmp_path: Path, page: str, lines: int, use: str) -> None:

@@ -1,6 +1,6 @@
 """Clusters of made-up devices as a router knows them: every number is set by a short rule, so answers fit on paper."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 
 from slim_scheduler.core.profile import Curve, Latency, LatencyTable, Profile
@@ -119,4 +119,10 @@ def view(
 ) -> View:
     head = Head(segment, previous, home, waiting, age, slack, widths, None, item_age)
     per_segment = [waiting if s == segment else 0 for s in range(SEGMENTS)]
-    return View(now, head, waiting, per_segment, completed, {s.name: s for s in servers})
+    views = {s.name: s for s in servers}
+    return View(now, head, waiting, per_segment, completed, views, choices(views))
+
+
+def choices(servers: Mapping[str, ServerView], full_too: bool = False) -> dict[str, ServerView]:
+    """Whom the dispatcher lets a router choose."""
+    return {name: s for name, s in servers.items() if s.available or (full_too and s.in_service)}

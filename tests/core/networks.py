@@ -42,7 +42,7 @@ class Scripted:
     """A router that does as it is told: always the same decision, or an exception."""
 
     name = "scripted"
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, decision: Decision | Exception) -> None:
         self.decision = decision

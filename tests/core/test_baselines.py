@@ -1,6 +1,5 @@
 from collections import Counter
 
-import msgspec
 import pytest
 from numpy.random import default_rng
 
@@ -16,14 +15,14 @@ from slim_scheduler.core.router.heuristics import (
     width_rule,
     width_shares,
 )
-from slim_scheduler.core.types import Decision
 from slim_scheduler.core.view import Head, InstanceCount, ServerReport, ServerView, View
+from tests.core.facts import choices
 from tests.core.networks import SEGMENTS, SHAPE, WIDTHS
 
 SERVERS = ("a", "b", "c")
 
 
-def view(outstanding=(0, 0, 0), credit=8, segment=0, home=None, waiting=5, widths=WIDTHS, down=()):
+def view(outstanding=(0, 0, 0), credit=8, segment=0, home=None, waiting=5, widths=WIDTHS, down=(), full_too=False):
     servers = {}
     for name, count in zip(SERVERS, outstanding, strict=True):
         servers[name] = ServerView(name, credit, 0, 0.0)
@@ -31,7 +30,7 @@ def view(outstanding=(0, 0, 0), credit=8, segment=0, home=None, waiting=5, width
         servers[name].pending = {(0, 1.0): count} if count else {}
         servers[name].up = name not in down
     head = Head(segment, 0.5 if segment else None, home, waiting, 0.1, None, widths)
-    return View(1.0, head, 20, [20, 0, 0], 0, servers)
+    return View(1.0, head, 20, [20, 0, 0], 0, servers, choices(servers, full_too))
 
 
 def profile(seconds_per_item):
@@ -72,7 +71,7 @@ def with_instances(seen):
 
 def test_random_draws_each_part_uniformly_and_ignores_credit():
     rng, router = default_rng(0), RandomRouter((1, 8))
-    drawn = [router.decide(view(outstanding=(8, 0, 0)), rng) for _ in range(6000)]
+    drawn = [router.decide(view(outstanding=(8, 0, 0), full_too=True), rng) for _ in range(6000)]
     for part, values in (("server", SERVERS), ("width", WIDTHS), ("group", (1, 8))):
         counts = Counter(getattr(d, part) for d in drawn)
         assert set(counts) == set(values)
@@ -114,15 +113,6 @@ def test_cost_model_prefers_the_fast_server_until_its_queue_costs_more():
     assert router.decide(with_instances(view((0, 0, 0), waiting=1)), rng).server == "a"
     # a: 4 queued at 0.01 s and its own 0.01 s; b: its own 0.02 s
     assert router.decide(with_instances(view((4, 0, 0), waiting=1)), rng).server == "b"
-
-
-def test_cost_model_waits_for_a_full_server_only_with_patience():
-    full = with_instances(view((8, 0, 0), waiting=1))
-    known, rule, rng = facts(seconds=(0.01, 1.0, 1.0)), width_rule("1", SHAPE), default_rng(0)
-    hasty, patient = (CostModel("c", rule, known, patience) for patience in (0.0, 0.05))
-    assert hasty.decide(full, rng).server == "b"
-    assert patient.decide(full, rng) == Decision("a", 1.0, 1)
-    assert patient.decide(msgspec.structs.replace(full, patient=False), rng).server == "b"
 
 
 def test_cost_model_counts_the_load_of_a_missing_instance():

@@ -87,50 +87,42 @@ def test_random_holds_the_head_for_the_server_it_drew():
 
 
 class Prefers:
-    """Wants server a, full or not, for 50 ms at most; then b."""
+    """Wants server a, full or not; b where a is none of its choices."""
 
-    name, patience = "prefers", 0.05
+    name, chooses_full = "prefers", True
 
     def decide(self, view, rng):
-        return Decision("a" if view.patient or view.servers["a"].available else "b", 0.5, 1)
+        return Decision("a" if "a" in view.choices else "b", 0.5, 1)
 
 
-def test_a_head_waits_for_a_full_server_no_longer_than_its_router_is_patient():
+def test_a_head_waits_for_the_full_server_that_was_chosen_and_all_behind_it_as_well():
     made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
     (first,) = sent(arrive(made, request(1), 0.0))
-    commands = arrive(made, request(2), 0.1)
-    (timer,) = only(commands, WakeAt)
-    assert (first.server, sent(commands), timer.at) == ("a", [], pytest.approx(0.15))
+    assert sent(arrive(made, request(2), 0.1)) == []
     assert sent(arrive(made, request(3), 0.149)) == []
-    assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
-    (second,) = sent(made.handle(done(first, 0.16), 0.16))
-    assert (second.server, second.tasks[0].item) == ("a", 300), "who came next, not the task that re-entered"
+    assert sent(made.handle(TimerFired(), 0.5)) == []
+    (second,) = sent(made.handle(done(first, 0.6), 0.6))
+    assert (second.server, second.tasks[0].item) == ("a", 200), "whose head it was"
 
 
-def test_where_a_head_waited_for_nothing_nobody_waits_until_the_server_gives_credit():
-    made = dispatcher(Prefers(), servers=("a", "b"), credit=2)
-    first, _ = [*sent(arrive(made, request(1), 0.0)), *sent(arrive(made, request(2), 0.0))]
-    (timer,) = only(arrive(made, request(3), 0.1), WakeAt)
-    assert [block.server for block in sent(made.handle(TimerFired(), timer.at))] == ["b"]
-    assert not made.servers["a"].may_be_chosen(holds=True)
-    refused = arrive(made, request(4), 0.2)
-    assert only(refused, RouterFellBack), "it is masked, so who prefers it all the same is overruled"
-    assert [block.server for block in sent(refused)] == ["b"]
-    made.handle(done(first, 0.21), 0.21)
-    assert made.servers["a"].may_be_chosen(holds=True)
+def test_who_may_be_chosen_is_computed_once_for_all_routers():
+    seen = []
 
+    class Watches:
+        name, chooses_full = "watches", False
 
-@pytest.mark.parametrize(("items", "servers"), [(4, []), (5, ["b"])])
-def test_a_head_does_not_wait_while_twice_as_much_waits_as_all_servers_may_have(items, servers):
-    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    arrive(made, request(1), 0.0)
-    assert [block.server for block in sent(arrive(made, request(2, items=items), 0.1))] == servers
+        def decide(self, view, rng):
+            seen.append((self.chooses_full, tuple(view.choices)))
+            return Decision(next(iter(view.choices)), 0.5, 1)
 
-
-def test_how_much_may_wait_before_nobody_waits_for_a_full_server_can_be_set():
-    made = dispatcher(Prefers(), servers=("a", "b"), credit=1, patience_room=1.0)
-    arrive(made, request(1), 0.0)
-    assert [block.server for block in sent(arrive(made, request(2, items=3), 0.1))] == ["b"]
+    for full_too in (False, True):
+        router = Watches()
+        router.chooses_full = full_too
+        made = dispatcher(router, servers=("a", "b", "c"), credit=1)
+        made.handle(ServerLeft("c", "its process died"), 0.0)
+        arrive(made, request(1), 0.0)
+        arrive(made, request(2), 0.1)
+    assert seen == [(False, ("a", "b")), (False, ("b",)), (True, ("a", "b")), (True, ("a", "b"))]
 
 
 def test_random_waits_for_its_server_however_much_waits():
@@ -146,18 +138,6 @@ def test_a_head_does_not_wait_for_a_server_that_left():
     assert sent(arrive(made, request(2), 0.1)) == []
     blocks = sent(made.handle(ServerLeft("a", "its process died"), 0.11))
     assert [block.server for block in blocks] == ["b"]
-
-
-def test_a_head_whose_time_is_up_while_nobody_has_credit_waits_for_credit_without_a_timer():
-    made = dispatcher(Prefers(), servers=("a", "b"), credit=1)
-    (first,) = sent(arrive(made, request(1), 0.0))
-    (due,) = only(arrive(made, request(2), 0.1), WakeAt)
-    made.handle(ServerLeft("b", "its process died"), 0.11)
-    commands = made.handle(TimerFired(), due.at)
-    assert sent(commands) == []
-    assert all(timer.at > due.at for timer in only(commands, WakeAt)), "a timer that has passed would fire for ever"
-    (second,) = sent(made.handle(done(first, 0.16), 0.16))
-    assert (second.server, second.tasks[0].item) == ("a", 200)
 
 
 def test_a_decision_for_a_head_that_was_cancelled_is_not_the_next_ones():

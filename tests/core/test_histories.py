@@ -418,15 +418,6 @@ class RandomRouterHistory(DispatcherHistory):
         return RandomRouter((1, 2, 8))
 
 
-class PatientRouterHistory(DispatcherHistory):
-    """The same with one that holds it for a tenth of a second."""
-
-    def router(self):
-        router = RandomRouter((1, 2, 8))
-        router.patience = 0.1
-        return router
-
-
 def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_lost():
     history = RandomRouterHistory()
     history.request_arrives(gap=0.0, items=2, deadline=None, priority=0, fixed=False)
@@ -450,7 +441,6 @@ def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_
         (DispatcherHistory, HISTORIES),
         (EscalationHistory, HISTORIES),
         (RandomRouterHistory, HISTORIES // 4),
-        (PatientRouterHistory, HISTORIES // 4),
     ],
 )
 def test_random_histories(machine, histories):

@@ -41,7 +41,7 @@ def random_parameters(sizes, seed=0):
     return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in sizes.shapes().items()}
 
 
-def write_random_policy(folder, config, kind, seed=0, patience=0.0):
+def write_random_policy(folder, config, kind, seed=0):
     facts = facts_of(config)
     sizes = sizes_for(kind, facts)
     manifest = PolicyManifest(
@@ -52,7 +52,6 @@ def write_random_policy(folder, config, kind, seed=0, patience=0.0):
         groups=facts.groups,
         sizes=sizes,
         batch_time=full_batch_time(facts),
-        patience=patience,
     )
     write_policy(folder, manifest, random_parameters(sizes, seed))
     return facts
@@ -192,23 +191,6 @@ def test_only_what_may_be_chosen_is_chosen(tmp_path):
         assert full  # some had no credit
 
 
-@pytest.mark.parametrize("kind", ["paper", "extended"])
-def test_a_patient_policy_may_choose_full_servers_as_long_as_the_head_may_wait(tmp_path, kind):
-    config = training_cluster(tmp_path, workload={"rate": 3000.0, "duration_s": 0.3})
-    write_random_policy(tmp_path / "policy", config, kind, patience=0.01)
-    router = load_router(tmp_path / "policy", facts_of(config), Table, sample=True)
-    assert router.patience == 0.01
-    rng, full = np.random.default_rng(0), 0
-    for view in views(config, count=400):
-        full += not view.servers[router.decide(view, rng).server].available
-        impatient = router.decide(msgspec.structs.replace(view, patient=False), rng)
-        assert view.servers[impatient.server].available
-    assert full
-    fallbacks = Fallbacks()
-    Simulation(config, "ppo", 0, recorder=fallbacks, router=router).run()
-    assert not fallbacks.found
-
-
 def test_argmax_ignores_what_differs_between_processors(tmp_path):
     config = training_cluster(tmp_path)
     facts = facts_of(config)
@@ -224,7 +206,7 @@ def test_unknown_is_not_zero(tmp_path):
     facts = facts_of(training_cluster(tmp_path))
     head = Head(0, None, None, 1, 0.0, None, facts.shape.widths)
     servers = {name: ServerView(name, 16, 0, 0.0) for name in facts.servers}
-    silent = View(0.0, head, 1, (1, 0), 0, servers)
+    silent = View(0.0, head, 1, (1, 0), 0, servers, servers)
     unit = full_batch_time(facts)
     paper, extended = (
         build_encoder(kind, facts, unit, lambda: Plans(facts, Table())) for kind in ("paper", "extended")

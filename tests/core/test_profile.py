@@ -47,3 +47,12 @@ def test_a_missing_or_broken_profile_names_the_file(tmp_path):
     (tmp_path / "p.json").write_text('{"device": 3}')
     with pytest.raises(ProfileError, match=r"p.json: "):
         read_profile(tmp_path / "p.json")
+
+
+def test_the_best_utilization_is_where_rest_makes_up_for_itself():
+    def best(*slowdown):
+        return msgspec.structs.replace(profile(0.01), slowdown=Curve((0.0, 0.92, 1.0), slowdown)).best_utilization
+
+    assert best(1.0, 1.04, 1.2) == 0.92
+    assert best(1.0, 1.0, 1.05) == 1.0
+    assert best(1.0, 1.0, 1.0) == 1.0, "a device that is not slowed by being busy need not rest"

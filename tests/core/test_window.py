@@ -7,6 +7,7 @@ from slim_scheduler.core.messages import (
     BatchDone,
     BlockArrived,
     CancelTasks,
+    DeviceSampled,
     InstanceReady,
     LoadInstance,
     RequestArrived,
@@ -194,3 +195,25 @@ def test_without_windows_a_block_says_nothing():
     machine = dispatcher(servers=("a", "b"), credit=8)
     arrive(machine, request(1, 1), 0.0)
     assert [b.more for b in sent(arrive(machine, request(2, 2), 0.1))] == [0]
+
+
+def test_a_device_that_would_do_more_if_it_rested_comes_to_an_end_and_rests_in_proportion():
+    scheduler = server(best_utilization=0.8, max_concurrent_batches=2)
+    scheduler.handle(DeviceSampled(0.97), 1.0)
+    assert ran(arrives(scheduler, 1.0, 1, 2, 3, 4)) == [1, 2, 3, 4]
+    assert ran(arrives(scheduler, 1.001, 5, 6, 7, 8, segment=1)) == [], "no second one joins it"
+    commands = scheduler.handle(BatchDone(4), 1.008)
+    assert (ran(commands), wakes(commands)) == ([], [pytest.approx(1.01)]), "8 ms busy, a fifth of 10 ms at rest"
+    assert ran(arrives(scheduler, 1.009, 9, segment=2, more=0)) == []
+    assert ran(fires(scheduler, 1.01)) == [5, 6, 7, 8, 9]
+    scheduler.handle(DeviceSampled(0.7), 1.011)
+    assert ran(arrives(scheduler, 1.012, 10, more=0)) == []
+    assert ran(scheduler.handle(BatchDone(5), 1.013)) == [10], "rested enough"
+
+
+def test_without_a_window_a_server_never_rests():
+    scheduler = server(best_utilization=0.8, batch_window=0.0)
+    scheduler.handle(DeviceSampled(0.97), 1.0)
+    arrives(scheduler, 1.0, 1)
+    arrives(scheduler, 1.001, 2)
+    assert ran(scheduler.handle(BatchDone(4), 1.008)) == [2]

@@ -1,7 +1,6 @@
 """A training run as a user has it: it learns, resumes after SIGKILL to the same policy, and says what it refuses."""
 
 import csv
-import math
 import os
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tomli_w
 
@@ -23,7 +21,6 @@ from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, warnings
 from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Actor, Order
-from slim_scheduler.training.scenario import Scenarios
 from slim_scheduler.training.train import fresh_network, train, with_preset
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
@@ -179,13 +176,6 @@ def test_rollouts_follow_from_seed_and_update(tmp_path):
     assert first.credits == again.credits
     other = Actor(config, 5, 0).collect(order)
     assert not (first.steps.shared == other.steps.shared).all()
-
-
-@pytest.mark.parametrize(("asked", "room"), [({}, math.inf), ({"patience_room": 1.5}, 1.5)])
-def test_in_training_heads_wait_however_much_waits_unless_asked_otherwise(tmp_path, asked, room):
-    config = load_config(config_file(tmp_path / "cluster", **asked))
-    assert config.router.patience_room == 2.0
-    assert Scenarios(config).draw(np.random.default_rng(0)).config.router.patience_room == room
 
 
 def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):

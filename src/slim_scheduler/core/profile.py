@@ -69,6 +69,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     notes: str = ""
     versions: dict[str, str] = {}
 
+    @property
+    def best_utilization(self) -> float:
+        """Where the device does most: at a busy share u of the time, u / slowdown(u) of what it could do at rest."""
+        return max((1.0, *[u for u in self.slowdown.x if 0 < u <= 1]), key=lambda u: u / self.slowdown(u))
+
     def load_time(self, size: Bytes) -> Seconds:
         return self.load_s + size / self.load_bytes_per_s
 

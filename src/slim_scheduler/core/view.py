@@ -58,7 +58,7 @@ class ServerView:
 
     `outstanding` counts tasks sent and not yet reported done, `pending` the same by (segment, requested width).
     `limit` is how many may be outstanding: `credit_tasks`, a few while the server is on probation, none while it is
-    ejected or draining. `patience_spent`: a head waited for its credit for nothing, and it has given none since.
+    ejected or draining.
     """
 
     __slots__ = (
@@ -69,7 +69,6 @@ class ServerView:
         "limit",
         "name",
         "outstanding",
-        "patience_spent",
         "pending",
         "report",
         "up",
@@ -83,7 +82,6 @@ class ServerView:
         self.credit_tasks = credit_tasks
         self.limit = credit_tasks
         self.outstanding = 0
-        self.patience_spent = False
         self.pending: dict[tuple[int, Width], int] = {}
         self.report: ServerReport | None = None
         self.heard_at = now
@@ -99,13 +97,6 @@ class ServerView:
     @property
     def available(self) -> bool:
         return self.up and self.outstanding < self.limit
-
-    def may_be_chosen(self, holds: bool) -> bool:
-        """By a router; one that may hold the head may choose a full server, and wait for its credit.
-
-        Where a head did so for nothing nobody does again, until the server gives credit back: it may be stuck.
-        """
-        return self.available or (holds and self.in_service and not self.patience_spent)
 
     def takes(self, waiting: int) -> int:
         """How many of the waiting tasks a block for this server can have; of a full one, nobody knows yet: all."""
@@ -133,7 +124,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """All that a router may look at for one decision. `patient`: the head may yet wait for a full server."""
+    """All that a router may look at for one decision, which is among `choices`. There is at least one."""
 
     now: Seconds
     head: Head
@@ -141,4 +132,4 @@ class View(msgspec.Struct, frozen=True, gc=False):
     fifo_per_segment: Sequence[int]
     completed: int
     servers: Mapping[ServerName, ServerView]
-    patient: bool = True
+    choices: Mapping[ServerName, ServerView]

@@ -20,7 +20,7 @@ class TimedRouter:
 
     def __init__(self, router: Router, limit: Seconds) -> None:
         self.name = router.name
-        self.patience = router.patience
+        self.chooses_full = router.chooses_full
         self._router = router
         self._limit = limit
         self._seconds: deque[Seconds] = deque(maxlen=REMEMBERED)

@@ -190,12 +190,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     escalation: Annotated[
         bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
     ] = False
-    patience_s: Annotated[
-        float, key("expert", "how long the head may wait for a full server that was chosen; 0: not at all", least=0)
-    ] = 0.0
-    patience_room: Annotated[
-        float, key("expert", "nobody waits so while more tasks wait than so many times all servers' credit", above=0)
-    ] = 2.0
 
 
 class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -283,10 +277,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["paper", "extended", "planned"],
         key("user", "`paper`: eq. 1's state; `extended`: a row per server; `planned`: the plan beside it"),
     ] = "extended"
-    patience_s: Annotated[
-        float, key("expert", "the policy and its teacher may choose a full server and wait so long", least=0)
-    ] = 0.0
-    patience_room: Annotated[float | None, key("expert", "as the router's; none: however many wait", above=0)] = None
     hidden: Annotated[int, key("expert", "units of a hidden layer", above=0)] = 64
     decisions: Annotated[int, key("user", "decisions to learn from, after the warm start", above=0)] = 600_000
     workers: Annotated[int, key("user", "processes that act, each with episodes of its own", above=0)] = 2

@@ -42,7 +42,7 @@ COMPILED = ("openvino:", "onnxruntime:")  # devices that run compiled graphs
 # Of the weights: as the graph has them and as its kernels want them. Measured: 2.04 in float32 on both, 1.54 in bf16.
 COMPILED_COPIES = 2
 ROUTER_NAMES = (
-    "random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
+    "auto, random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
     "ppo:POLICY_DIR, module:Class"
 )
 ROUTER_GROUP = "slim_scheduler.routers"  # of entry points, through which a package offers a router
@@ -146,6 +146,8 @@ def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, P
 
 def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
     """A router by its name on the command line. Raises ConfigError that lists the names."""
+    if name == "auto":
+        name = _best_known(config, shape, profiles)
     kind, _, argument = name.partition(":")
     if kind == "random" and not argument:
         return RandomRouter(config.router.groups)
@@ -163,7 +165,7 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
                 return PowerOfTwo(name, rule)
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        return CostModel(name, rule, router_facts(config, shape, profiles), config.router.patience_s)
+        return CostModel(name, rule, router_facts(config, shape, profiles))
     if kind == "ppo" and argument:
         if profiles is None:
             raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
@@ -178,11 +180,20 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
     return _own_router(name, config, shape, profiles)
 
 
+def _best_known(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> str:
+    """What `auto` stands for: the plan, where profiles and accuracies were measured, else the fallback."""
+    from slim_scheduler.setup.accuracy_files import TABLE_FILES
+
+    folder = Path(config.model.path)
+    measured = any((folder / file).is_file() for file in TABLE_FILES.values())
+    return "lp" if measured and profiles is not None else _fallback_name(config, shape, profiles)
+
+
 def _own_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
     """A user's router: its class is given the facts, and gets the name under which it was asked for."""
     if not is_class_name(name, ROUTER_GROUP):
         raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
-    kind = find_class(name, ROUTER_GROUP, {}, ("decide", "patience"))
+    kind = find_class(name, ROUTER_GROUP, {}, ("decide", "chooses_full"))
     if profiles is None:
         raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
     try:
@@ -210,13 +221,12 @@ def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
     from slim_scheduler.core.router.plan.plans import RHO, Plans
 
     _, _, rho = name.partition(":")
-    patience = config.router.patience_s
     try:
         busy = float(rho) if rho else RHO
     except ValueError:
         raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
     further = pairs(facts, accuracy, uniform(accuracy)) if config.router.escalation else ()
-    return PlanFollower(Plans(facts, accuracy, busy, further), name, patience)
+    return PlanFollower(Plans(facts, accuracy, busy, further), name)
 
 
 def build_escalation(config: Config, shape: ModelShape, router: Router) -> Escalation | None:
@@ -266,7 +276,6 @@ def build_dispatcher(
         no_server_timeout=dispatch.no_server_timeout_s,
         slow_router=config.router.slow_ms / 1e3,
         router_probe=config.router.probe_s,
-        patience_room=config.router.patience_room,
         batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
     chosen = router or build_router(router_name, config, shape, profiles)
@@ -295,6 +304,8 @@ def build_server(
         credit=server.credit,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )
+    if profile is not None:
+        knobs = msgspec.structs.replace(knobs, best_utilization=profile.best_utilization)
     batch_time = None if profile is None else _batch_time(server, profile)
     shape = compiled_shape(shape) if server.device.startswith(COMPILED) else shape
     return ServerScheduler(name, knobs, shape, incarnation, batch_time)
@@ -332,12 +343,13 @@ def run_rng(seed: int, part: str) -> Generator:
 
 
 def _fallback(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
+    return build_router(_fallback_name(config, shape, profiles), config, shape, profiles)
+
+
+def _fallback_name(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> str:
     middle = shape.widths[(len(shape.widths) - 1) // 2]
     name = config.router.fallback or f"cost-model:{middle:g}"
-    if profiles is None and name.startswith("cost-model:"):
-        name = name.replace("cost-model:", "jsq:")
-    hasty = msgspec.structs.replace(config.router, patience_s=0.0)  # it decides where a choice was not allowed
-    return build_router(name, msgspec.structs.replace(config, router=hasty), shape, profiles)
+    return name.replace("cost-model:", "jsq:") if profiles is None and name.startswith("cost-model:") else name
 
 
 def _budget(server: ServerConfig) -> int:

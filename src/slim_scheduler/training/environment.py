@@ -74,7 +74,6 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             int(self.np_random.integers(LARGEST_SEED)),
             expected=training.accuracy == "expected",
             backlog=scenario.backlog,
-            patience=training.patience_s,
         )
         self._observe(self._episode)
         return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
@@ -82,7 +81,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
     def _encoder_for(self, facts: RouterFacts) -> Encoder:
         training = self._config.training
         plans = partial(self._plans, facts)
-        return build_encoder(training.observation, facts, self._batch_time, plans, training.patience_s)
+        return build_encoder(training.observation, facts, self._batch_time, plans)
 
     def step(self, action: np.ndarray) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         episode = self._episode

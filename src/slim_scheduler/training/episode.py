@@ -54,7 +54,7 @@ class Episode:
 
     `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
     Arrivals of the first `backlog` seconds wait at the start. `charges`, where they are given, say what a
-    decision costs others. `patience`: a router's.
+    decision costs others.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Episode:
         expected: bool = False,
         backlog: Seconds = 0.0,
         charges: Charges | None = None,
-        patience: Seconds = 0.0,
     ) -> None:
         self._weights = config.reward
         self._accuracy = accuracy
@@ -78,7 +77,7 @@ class Episode:
         arrivals = generate(config.workload, seed, accuracy.items)
         arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
-        self._choice = _Choice(patience)
+        self._choice = _Choice()
         self.simulation = Simulation(
             config, self._choice.name, seed, recorder=self, arrivals=arrivals, router=self._choice
         )
@@ -184,10 +183,8 @@ class _Choice:
     """The router that decides what it was told to."""
 
     name = "training"
+    chooses_full = False
     decision: Decision
-
-    def __init__(self, patience: Seconds) -> None:
-        self.patience = patience
 
     def decide(self, view: View, rng: Generator) -> Decision:
         return self.decision

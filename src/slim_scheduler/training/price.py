@@ -6,7 +6,6 @@ prices the widths that the best plan mixes are worth the same, and every other i
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item
@@ -14,7 +13,7 @@ from slim_scheduler.core.router.heuristics import ServerCost
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
-from slim_scheduler.core.view import ServerView, View
+from slim_scheduler.core.view import View
 
 RESTED = 0.05  # of the time: the step in which a device's curve is looked at
 MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it would drown all other rewards
@@ -22,15 +21,12 @@ MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it 
 
 class _Bill(NamedTuple):
     """What a task of a block costs others: per second of its device, and for links. `alone`: seconds, in a batch of the
-    block's own. `idle`: of each server that had credit when the head was held for another, the seconds of work that it
-    had, and what a second without costs."""
+    block's own."""
 
     per_second: float
     links: float
     alone: Seconds
     shared: bool
-    at: Seconds
-    idle: tuple[tuple[Seconds, float], ...]
 
 
 class CapacityPrice:
@@ -39,8 +35,7 @@ class CapacityPrice:
     `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
     the price is the dual, however long the queue is. `shared`: a task is charged with its share of the batch in which
     it ran, so that joining others is cheaper than a batch of one's own; but a block that leaves behind tasks which it
-    could have taken, like every block without `shared`, with its share of a batch of its own. Who holds the head for a
-    full server is charged with the work that others could have done meanwhile: those with credit that ran out of it.
+    could have taken, like every block without `shared`, with its share of a batch of its own.
     """
 
     def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
@@ -75,8 +70,7 @@ class CapacityPrice:
         seconds = self._seconds(name, head.segment, head.previous_width, decision.width, min(decision.group, count))
         whole = decision.group >= view.servers[name].takes(count)
         shared = self._shared and whole
-        idle = () if view.servers[name].available else self._idle(view, worth, prices.device)
-        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, view.now, idle)
+        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared)
 
     def started(self, server: ServerName, batch: Batch) -> None:
         """A batch began to run."""
@@ -94,32 +88,13 @@ class CapacityPrice:
         seconds = bill.alone
         if bill.shared:
             seconds = sum([bill.alone if own is None else own for own in ran]) / len(ran)
-        held = max(0.0, block.sent_at - bill.at)
-        lost = sum([price * max(0.0, held - work) for work, price in bill.idle])
-        return bill.per_second * seconds + bill.links + lost / len(block.tasks)
+        return bill.per_second * seconds + bill.links
 
     def _seconds(self, server: ServerName, segment: int, previous: Width | None, width: Width, size: int) -> Seconds:
         """Device time of one task in a batch of so many."""
         facts = self._facts.servers[server]
         alone = facts.slowdown * facts.latency.seconds(segment, previous, width, size) / size
         return max(self._work[server, segment, previous, width], alone)
-
-    def _idle(self, view: View, worth: float, prices: Mapping[ServerName, float]) -> tuple[tuple[Seconds, float], ...]:
-        """Of servers with credit: the seconds of work that they have, and what a second without costs."""
-        return tuple(
-            (self._costs[name].backlog(server), worth * prices.get(name, 0.0) * self._lost_at_rest(name, server))
-            for name, server in view.servers.items()
-            if server.available and name in self._costs
-        )
-
-    def _lost_at_rest(self, name: ServerName, server: ServerView) -> float:
-        """Work that a second of rest leaves undone; 0 for a device so busy that rest makes it as much faster."""
-        report, slowdown = server.report, self._facts.servers[name].profile.slowdown
-        busy = 0.0 if report is None or report.utilization is None else report.utilization
-        rested = busy - RESTED
-        if rested <= 0:
-            return 1.0
-        return max(0.0, (busy / slowdown(busy) - rested / slowdown(rested)) / RESTED)
 
     def _delay(self, view: View) -> Seconds:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""

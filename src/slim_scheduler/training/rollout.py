@@ -155,9 +155,7 @@ class Actor:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
             facts, training = self._scenario.facts, self._training
-            self._encoder = build_encoder(
-                training.observation, facts, self._batch_time, self._plans_here, training.patience_s
-            )
+            self._encoder = build_encoder(training.observation, facts, self._batch_time, self._plans_here)
             self._episode = Episode(
                 self._scenario.config,
                 self._accuracy,
@@ -165,7 +163,6 @@ class Actor:
                 expected=training.accuracy == "expected",
                 backlog=self._scenario.backlog,
                 charges=self._charges(),
-                patience=training.patience_s,
             )
             self._teacher = None
             self._before = self._number
@@ -224,8 +221,6 @@ class Actor:
     def _teach(self, name: str, view: View) -> Decision:
         if self._teacher is None or self._teacher[0] != name:
             config, facts = self._scenario.config, self._scenario.facts
-            patient = msgspec.structs.replace(config.router, patience_s=self._training.patience_s)
-            config = msgspec.structs.replace(config, router=patient)
             profiles = {server.name: server.profile for server in facts.servers.values()}
             self._teacher = (name, build_router(name, config, facts.shape, profiles))
         return self._teacher[1].decide(view, self._rng)

@@ -4,8 +4,6 @@ A policy that is to serve any cluster must have seen many: how many servers, how
 follows the drawn servers' capacity, so that a factor of 1 means as busy as configured.
 """
 
-import math
-
 import msgspec
 from numpy.random import Generator
 
@@ -61,9 +59,8 @@ class Scenarios:
             factor *= self._capacity_of(facts) / self._capacity
         kind = "poisson" if config.workload.kind == "steps" else config.workload.kind  # one load per episode
         workload = msgspec.structs.replace(config.workload, kind=kind, rate=factor * config.workload.rate)
-        router = msgspec.structs.replace(config.router, patience_room=training.patience_room or math.inf)
         backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
-        return Scenario(msgspec.structs.replace(config, workload=workload, router=router), facts, backlog)
+        return Scenario(msgspec.structs.replace(config, workload=workload), facts, backlog)
 
     def _servers(self, count: int, rng: Generator) -> tuple[ServerConfig, ...]:
         """Copies of configured servers, each at a slowdown drawn evenly on a logarithmic scale."""

@@ -150,7 +150,7 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
     def plans() -> Plans:
         return Plans(facts, read_accuracy(folder / TABLE_FILES["held-out"]), training.plan_rho)
 
-    encoder = build_encoder(training.observation, facts, batch_time, plans, training.patience_s)
+    encoder = build_encoder(training.observation, facts, batch_time, plans)
     shape = facts.shape
     return PolicyManifest(
         kind=training.observation,
@@ -169,7 +169,6 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
         ),
         batch_time=batch_time,
         plan_rho=training.plan_rho,
-        patience=training.patience_s,
         reward=msgspec.to_builtins(config.reward),
         training={**msgspec.to_builtins(training), "seed": seed},
     )

@@ -6,7 +6,6 @@
 nobody: hosts deliver events and perform commands.
 """
 
-import math
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -67,14 +66,13 @@ CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 
 
 class _Held(NamedTuple):
-    """A decision for a full server, and who made it. At `until` it is made again, among servers with credit; sooner
-    where `task`, the oldest that it was made for, was cancelled or expired."""
+    """A decision for a full server, and who made it. It is made again where `task`, the oldest that it was made for,
+    was cancelled or expired, or the server went out of service."""
 
     key: Key
     task: Task
     decision: Decision
     router: str
-    until: Seconds
 
 
 class Dispatcher:
@@ -210,15 +208,10 @@ class Dispatcher:
             if held is None or server is None or not server.in_service or not self._still_for(key, held):
                 self._key_due = key
                 return self._view(key, now)
-            if server.available:
-                self._send(key, held.decision, held.router, now)
-            elif now < held.until:
+            if not server.available:
                 self._held = held
                 return None
-            else:
-                server.patience_spent = True
-                self._key_due = key
-                return self._view(key, now, patient=False)
+            self._send(key, held.decision, held.router, now)
         return None
 
     def decide(self, view: View) -> Decision:
@@ -229,8 +222,7 @@ class Dispatcher:
         if self._fleet.views[decision.server].available:
             self._send(self._key_due, decision, router, view.now)
         else:
-            until = view.now + self._router.patience
-            self._held = _Held(self._key_due, self._fifo.oldest(self._key_due), decision, router, until)
+            self._held = _Held(self._key_due, self._fifo.oldest(self._key_due), decision, router)
         return decision
 
     def finish(self, now: Seconds) -> list[DispatcherCommand]:
@@ -300,8 +292,9 @@ class Dispatcher:
         flight = self._ledger.items.get(held.task.item)
         return held.key == key and flight is not None and flight.waiting and flight.task is held.task
 
-    def _view(self, key: Key, now: Seconds, patient: bool = True) -> View:
-        fifo = self._fifo
+    def _view(self, key: Key, now: Seconds) -> View:
+        """What the router sees, and whom it may choose."""
+        fifo, servers = self._fifo, self._fleet.views
         oldest = fifo.oldest(key)
         head = Head(
             key[0],
@@ -315,9 +308,9 @@ class Dispatcher:
             now - self._ledger.items[oldest.item].request.request.arrival,
             self._ledger.items[oldest.item].first is not None,
         )
-        if 0 < self._router.patience < math.inf and len(fifo) > self._limits.patience_room * self._fleet.room():
-            patient = False
-        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, self._fleet.views, patient)
+        full_too = self._router.chooses_full
+        choices = {name: s for name, s in servers.items() if s.available or (full_too and s.in_service)}
+        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, servers, choices)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
         fifo_length = len(self._fifo)
@@ -442,8 +435,6 @@ class Dispatcher:
         while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
             heappop(self._deadlines)  # answered: its deadline needs no timer
         soonest = self._deadlines[0][0] if self._deadlines else float("inf")
-        if self._held is not None and now < self._held.until:  # later on it waits for credit, not for a time
-            soonest = min(soonest, self._held.until)
         if self._wake_at <= soonest and self._wake_at != float("inf"):
             return
         at = min(soonest, self._fleet.next_check())

@@ -79,10 +79,6 @@ class Fleet:
                 return True
         return False
 
-    def room(self) -> int:
-        """Tasks that the servers in service may have at once."""
-        return sum([view.limit for view in self.views.values() if view.up])
-
     def any_up(self) -> bool:
         return any(view.up for view in self.views.values())
 
@@ -165,7 +161,6 @@ class Fleet:
             block = sent.block
             view = self.views[block.server]
             view.outstanding -= count
-            view.patience_spent = False
             kind = (block.segment, block.width)
             view.pending[kind] -= count
             if not view.pending[kind]:

@@ -20,5 +20,4 @@ class DispatchLimits(msgspec.Struct, frozen=True):
     no_server_timeout: Seconds = 30.0
     slow_router: Seconds = 0.02
     router_probe: Seconds = 1.0
-    patience_room: float = 2.0
     batch_windows: bool = False  # some server has one, and wants to know what may follow a block

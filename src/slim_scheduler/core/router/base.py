@@ -17,12 +17,11 @@ from slim_scheduler.core.view import View
 
 
 class Router(Protocol):
-    """`patience`: how long the head, with all behind it, may wait for a full server that this router chose. 0: it
-    chooses among servers with credit. So does any when that time is over, and, unless it waits without end, while
-    much more waits than all servers may have (`DispatchLimits.patience_room`). `View.patient` says whether it may."""
+    """`chooses_full`: its choices are all servers in service, and the head, with all behind it, waits for credit of the
+    one it chose (the paper's random router). Others choose among servers with credit."""
 
     name: str
-    patience: Seconds
+    chooses_full: bool
 
     def decide(self, view: View, rng: Generator) -> Decision: ...
 

@@ -37,9 +37,8 @@ class GuardedRouter:
         self._suspended_until = until
 
     @property
-    def patience(self) -> Seconds:
-        """The router's; the fallback has none."""
-        return self._router.patience
+    def chooses_full(self) -> bool:
+        return self._router.chooses_full
 
     def decide(self, view: View) -> tuple[Decision, str, Complaint | None]:
         """The decision, the name of who made it, and why the router did not, if so."""
@@ -58,7 +57,7 @@ class GuardedRouter:
         server = view.servers.get(decision.server)
         if server is None:
             return Complaint(f"chose server {decision.server}, which is unknown")
-        if not server.may_be_chosen(bool(self._router.patience) and view.patient):
+        if decision.server not in view.choices:
             return Complaint(
                 f"chose server {decision.server}, which is {'full' if server.in_service else 'out of service'}"
             )

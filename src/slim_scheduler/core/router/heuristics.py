@@ -60,16 +60,16 @@ def allowed(width: Width, widths: Sequence[Width]) -> Width:
 
 
 class RandomRouter:
-    """Server, width and group drawn uniformly; a full server holds the head (method, section 3a)."""
+    """Server, width and group drawn uniformly; a full server holds the head (the paper's)."""
 
-    patience = float("inf")
+    chooses_full = True
 
     def __init__(self, groups: Sequence[int]) -> None:
         self.name = "random"
         self._groups = tuple(groups)
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        up = [name for name, server in view.servers.items() if server.in_service]
+        up = list(view.choices)
         widths, groups = view.head.widths, self._groups
         a, b, c = rng.random(3).tolist()  # one draw for all three: a third of the generator's overhead
         return Decision(up[int(a * len(up))], widths[int(b * len(widths))], groups[int(c * len(groups))])
@@ -78,7 +78,7 @@ class RandomRouter:
 class RoundRobin:
     """The next server in turn that has credit."""
 
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class RoundRobin:
         servers = list(view.servers.values())
         for _ in servers:
             self._turn = (self._turn + 1) % len(servers)
-            if servers[self._turn].available:
+            if servers[self._turn].name in view.choices:
                 break
         return Decision(servers[self._turn].name, self._width(view.head, rng), view.head.waiting)
 
@@ -97,50 +97,48 @@ class RoundRobin:
 class JoinShortestQueue:
     """The server with the fewest tasks sent and not yet done; ties are drawn."""
 
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
         self._width = width
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        server = _shortest(_available(view), rng)
+        server = _shortest(list(view.choices.values()), rng)
         return Decision(server.name, self._width(view.head, rng), view.head.waiting)
 
 
 class PowerOfTwo:
     """The shorter queue of two servers drawn at random."""
 
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, name: str, width: WidthRule) -> None:
         self.name = name
         self._width = width
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        servers = _available(view)
+        servers = list(view.choices.values())
         drawn = [servers[i] for i in rng.choice(len(servers), size=min(2, len(servers)), replace=False).tolist()]
         return Decision(_shortest(drawn, rng).name, self._width(view.head, rng), view.head.waiting)
 
 
 class CostModel:
-    """The server where the block is predicted to be done first: queue, instance load and link included.
+    """The server where the block is predicted to be done first: queue, instance load and link included."""
 
-    With patience that may be a full one: a fast server's next credit can be worth more than a slow one's now.
-    """
+    chooses_full = False
 
-    def __init__(self, name: str, width: WidthRule, facts: RouterFacts, patience: Seconds = 0.0) -> None:
+    def __init__(self, name: str, width: WidthRule, facts: RouterFacts) -> None:
         self.name = name
-        self.patience = patience
         self._width = width
         self._costs = {server.name: ServerCost(server, facts) for server in facts.servers.values()}
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
         width = self._width(head, rng)
-        known = available_of(self._costs, view, self.patience)
+        known = choices_of(self._costs, view)
         if not known:
-            return Decision(_shortest(_available(view), rng).name, width, head.waiting)
+            return Decision(_shortest(list(view.choices.values()), rng).name, width, head.waiting)
         _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
         return Decision(name, width, min(head.waiting, self._costs[name].facts.max_batch))
 
@@ -187,14 +185,9 @@ class ServerCost:
         return transfer_time(self._cluster, head, self.facts, count)
 
 
-def _available(view: View) -> list[ServerView]:
-    return [server for server in view.servers.values() if server.available]
-
-
-def available_of(names: Container[ServerName], view: View, patience: Seconds = 0.0) -> list[ServerView]:
+def choices_of(names: Container[ServerName], view: View) -> list[ServerView]:
     """Servers that may be chosen and whose profile is known; one that joined after the run began has none."""
-    holds = patience > 0 and view.patient
-    return [server for server in view.servers.values() if server.may_be_chosen(holds) and server.name in names]
+    return [server for name, server in view.choices.items() if name in names]
 
 
 def _shortest(servers: Sequence[ServerView], rng: Generator) -> ServerView:

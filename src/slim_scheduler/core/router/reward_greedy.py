@@ -13,7 +13,7 @@ from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.reward import RewardWeights, block_reward
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.router.heuristics import ServerCost, available_of
+from slim_scheduler.core.router.heuristics import ServerCost, choices_of
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 class RewardGreedy:
     """Scores every (server, width, group) at once; ties go to the larger group, then the earlier server, narrower."""
 
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, weights: RewardWeights) -> None:
         self.name = "reward-greedy"
@@ -51,7 +51,7 @@ class RewardGreedy:
                     )
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        choices = available_of(self._costs, view)
+        choices = choices_of(self._costs, view)
         rewards, widths = self.rewards(view, choices)  # (groups, servers, widths)
         group, server, width = np.unravel_index(int(np.argmax(rewards)), rewards.shape)
         return Decision(choices[server].name, widths[width], self._groups[group])

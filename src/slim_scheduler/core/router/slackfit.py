@@ -14,7 +14,7 @@ from numpy.random import Generator
 from slim_scheduler.core.dispatch.admission import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.router.heuristics import ServerCost, allowed, available_of
+from slim_scheduler.core.router.heuristics import ServerCost, allowed, choices_of
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -25,7 +25,7 @@ Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]
 class SlackFit:
     """`slo`: the time an item has where its request names no deadline."""
 
-    patience = 0.0
+    chooses_full = False
 
     def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds) -> None:
         self.name = "slackfit"
@@ -49,7 +49,7 @@ class SlackFit:
         return Decision(server.name, head.widths[0], most)  # too late for anything: what is soonest done
 
     def _least_backlog(self, view: View) -> tuple[ServerView, Seconds]:
-        found = [(self._costs[s.name].backlog(s), s.name) for s in available_of(self._costs, view)]
+        found = [(self._costs[s.name].backlog(s), s.name) for s in choices_of(self._costs, view)]
         backlog, name = min(found)
         return view.servers[name], backlog
 

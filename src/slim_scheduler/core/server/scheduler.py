@@ -64,6 +64,7 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     tile: int | None = None
     credit: int | None = None
     awaits_return: bool = False
+    best_utilization: float = 1.0
 
 
 class ServerScheduler:
@@ -97,6 +98,8 @@ class ServerScheduler:
         self._idle_wake: Seconds | None = None
         self._window = _batch_window(knobs, shape, batch_time)
         self._window_wake: Seconds = float("inf")
+        self._busy_since: Seconds = 0.0
+        self._rests_until = float("-inf")
         self._returning: Seconds | None = None  # until when a batch's items may be on their way back
         self._arrived: dict[BlockId, Seconds] = {}  # of open blocks, where there is a window
         self._check_budget()
@@ -124,7 +127,7 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, commands)
-        if self._returning is None:
+        if self._returning is None and not self._rests(now):
             self._start_batches(now, commands)
         self._arm(commands)
         return commands
@@ -195,6 +198,8 @@ class ServerScheduler:
             self._queue.put_back(key, entries[limit:])
             entries = entries[:limit]
         self._next_batch += 1
+        if not self._running:
+            self._busy_since = now
         tasks = tuple([entry[2] for entry in entries])
         batch = Batch(
             self._next_batch, instance.instance_id, segment, instance.width, width, previous_width, tasks, now
@@ -228,6 +233,18 @@ class ServerScheduler:
         )
         if self._knobs.awaits_return:
             self._await_return(batch, now, commands)
+        if not self._running and self._too_busy():
+            self._rests_until = now + (now - self._busy_since) * (1 / self._knobs.best_utilization - 1)
+            commands.append(WakeAt(self._rests_until))
+
+    def _too_busy(self) -> bool:
+        """Whether the device would do more if it rested now and then. Without a window a server never rests."""
+        busy, best = self._utilization, self._knobs.best_utilization
+        return self._window is not None and busy is not None and busy > best
+
+    def _rests(self, now: Seconds) -> bool:
+        """A device that is too busy first comes to an end with what runs, and then rests in proportion."""
+        return now < self._rests_until - CLOCK_SLACK or (bool(self._running) and self._too_busy())
 
     def _await_return(self, batch: Batch, now: Seconds, commands: list[ServerCommand]) -> None:
         """Starts nothing until a timer that is due at once: by then, the batch's items that go on here are back.
@@ -468,7 +485,7 @@ class ServerScheduler:
     def _check_window(self, now: Seconds) -> None:
         """A slot that is free has no ripe key that could start; what is not ripe has its timer."""
         window = self._window
-        if window is None or self._returning is not None:
+        if window is None or self._returning is not None or self._rests(now):
             return
         for key, _, _ in self._queue.lanes():
             window.check_invariants(key, self._waiting(key))

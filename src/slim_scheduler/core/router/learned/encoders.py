@@ -9,13 +9,10 @@ from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 
 
-def build_encoder(
-    kind: str, facts: RouterFacts, batch_time: Seconds, plans: Callable[[], Plans], patience: Seconds = 0.0
-) -> Encoder:
-    """`paper`, `extended` or `planned`; only the last makes the plans. With `patience`, full servers
-    may be chosen."""
+def build_encoder(kind: str, facts: RouterFacts, batch_time: Seconds, plans: Callable[[], Plans]) -> Encoder:
+    """`paper`, `extended` or `planned`; only the last makes the plans."""
     if kind == "paper":
-        return PaperEncoder(facts, patience)
+        return PaperEncoder(facts)
     if kind == "planned":
-        return PlannedEncoder(plans(), batch_time, patience)
-    return ExtendedEncoder(facts, batch_time, patience)
+        return PlannedEncoder(plans(), batch_time)
+    return ExtendedEncoder(facts, batch_time)

@@ -102,9 +102,8 @@ class _Choices:
 class PaperEncoder:
     """Eq. 1: [q_fifo, c_done, (q_i, P_i, U_i) for i = 1..N], normalised."""
 
-    def __init__(self, facts: RouterFacts, patience: Seconds = 0.0) -> None:
+    def __init__(self, facts: RouterFacts) -> None:
         self.names = tuple(facts.servers)
-        self._holds = patience > 0
         self.shared_size = 2 + 3 * len(self.names)
         self.server_size = 0
         self._choices = _Choices(facts)
@@ -117,13 +116,12 @@ class PaperEncoder:
             raise RouterError(f"this policy knows {len(self.names)} servers, but there are {len(servers)}")
         state = [log1p(view.fifo_length) / TOTAL_SCALE, log1p(view.completed) / COMPLETED_SCALE]
         available = []
-        holds = self._holds and view.patient
         for name in self.names:
             server = servers.get(name)
             if server is None:
                 raise RouterError(f"server {name} is configured but unknown; there are {', '.join(servers)}")
             report = server.report
-            available.append(server.may_be_chosen(holds))
+            available.append(name in view.choices)
             if report is None:
                 state += (UNKNOWN, UNKNOWN, UNKNOWN)
                 continue
@@ -148,12 +146,11 @@ class PaperEncoder:
 class ExtendedEncoder:
     """Everything a good decision needs. It is of one run: it remembers when how many items were complete."""
 
-    def __init__(self, facts: RouterFacts, batch_time: Seconds, patience: Seconds = 0.0) -> None:
+    def __init__(self, facts: RouterFacts, batch_time: Seconds) -> None:
         shape = facts.shape
         self.names = tuple(facts.servers)
-        self._holds = patience > 0
         self._choices = _Choices(facts)
-        self._servers = [_ServerEncoder(server, facts, batch_time, self._holds) for server in facts.servers.values()]
+        self._servers = [_ServerEncoder(server, facts, batch_time) for server in facts.servers.values()]
         self._batch_time = batch_time
         self._segments = range(shape.segments)
         self._capacity = sum(server_capacity(server, shape) for server in facts.servers.values())
@@ -172,7 +169,6 @@ class ExtendedEncoder:
 
     def encode(self, view: View) -> Observation:
         head, views, now = view.head, view.servers, view.now
-        holds = self._holds and view.patient
         self._measure_rate(view)
         time = self._batch_time
         waiting = log1p(head.waiting) / COUNT_SCALE
@@ -191,7 +187,7 @@ class ExtendedEncoder:
         available = []
         for server in self._servers:
             seen = views.get(server.name)  # None: it has not joined yet
-            available.append(seen is not None and seen.may_be_chosen(holds))
+            available.append(server.name in view.choices)
             rows.append(self._absent if seen is None else server.row(seen, head, now))
         choices = self._choices
         return Observation(
@@ -223,14 +219,13 @@ PREDICTED = 7  # where the columns begin that tell by width when a block would b
 class _ServerEncoder:
     """One server's row. What follows from a report alone is kept until the next report."""
 
-    def __init__(self, server: ServerFacts, facts: RouterFacts, batch_time: Seconds, holds: bool) -> None:
+    def __init__(self, server: ServerFacts, facts: RouterFacts, batch_time: Seconds) -> None:
         shape = facts.shape
         self.name = server.name
         self._facts = server
         self._cluster = facts
         self._shape = shape
         self._widths = shape.widths
-        self._count_if_full = server.max_batch if holds else 1  # tasks that its predictions are for
         self._unit = 1.0 / batch_time
         self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
         self._run_figures: dict[tuple[int, Width | None], list[list[float]]] = {}  # the same as the policy sees it
@@ -274,7 +269,7 @@ class _ServerEncoder:
         unit, pending, share = self._unit, server.pending, self._share
         backlog = sum([count * share[kind] for kind, count in pending.items()]) if pending else 0.0
         credit = server.credit
-        count = min(head.waiting, self._facts.max_batch, credit if credit > 0 else self._count_if_full)
+        count = min(head.waiting, self._facts.max_batch, max(1, credit))
         transfer = transfer_time(self._cluster, head, self._facts, count)
         ahead = backlog + transfer
         key = (segment, head.previous_width)

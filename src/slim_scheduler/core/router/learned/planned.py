@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from slim_scheduler.core.router.learned.observation import PREDICTED, ExtendedEncoder, Observation
+from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
 from slim_scheduler.core.types import Decision, Seconds
@@ -22,11 +22,10 @@ NOT_PLANNED = -MOST_BEHIND
 class PlannedEncoder:
     """It is of one run, and must be told each decision (`took`)."""
 
-    def __init__(self, plans: Plans, batch_time: Seconds, patience: Seconds = 0.0) -> None:
+    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
         facts = plans.facts
-        self._seen = ExtendedEncoder(facts, batch_time, patience)
+        self._seen = ExtendedEncoder(facts, batch_time)
         self._ledger = PlanLedger(plans)
-        self._patience = patience
         self._widths = facts.shape.widths
         self._overloaded = plans.overloaded
         self._places = {
@@ -51,7 +50,7 @@ class PlannedEncoder:
             figures[row, count + column] = max(-MOST_BEHIND, min(MOST_BEHIND, behind * self._units[target[0]]))
         shared = np.zeros(1 + count, np.float32)
         shared[0] = self._ledger.load
-        next_server, next_width = self._next(view, shares, seen)
+        next_server, next_width = self._next(view, shares)
         if next_server is not None:
             figures[next_server, -1] = 1.0
         if next_width is not None:
@@ -61,12 +60,8 @@ class PlannedEncoder:
             servers=np.concatenate((seen.servers, figures), axis=1),
         )
 
-    def _next(self, view: View, shares: Mapping[Target, float], seen: Observation) -> tuple[int | None, int | None]:
-        """Indices of the server and width that `lp` would take; with patience it is where the width is soonest done."""
-        if self._patience:
-            column = self._widths.index(self._ledger.next_width(view, shares))
-            done = np.where(seen.server_mask, seen.servers[:, PREDICTED + column], np.inf)
-            return int(np.argmin(done)), column
+    def _next(self, view: View, shares: Mapping[Target, float]) -> tuple[int | None, int | None]:
+        """Indices of the server and width that `lp` would take."""
         chosen = self._ledger.next(view, shares)
         if chosen is not None:
             return self._places[chosen]

@@ -30,7 +30,7 @@ DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy was made for. `batch_time` is the unit of its times, `plan_rho` is of the plans it sees (`Plans`);
-    `patience`: a `Router`'s; `training` and `reward` are for readers."""
+    `training` and `reward` are for readers."""
 
     format: int = FORMAT
     kind: Literal["paper", "extended", "planned"]
@@ -41,7 +41,6 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     sizes: NetworkSizes
     batch_time: Seconds
     plan_rho: float = RHO
-    patience: Seconds = 0.0
     sha256: str = ""
     reward: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -64,6 +63,8 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 class LearnedRouter:
     """A policy and the encoder of its run. With `situations`, the same one is not looked at twice."""
 
+    chooses_full = False
+
     def __init__(
         self,
         name: str,
@@ -73,10 +74,8 @@ class LearnedRouter:
         groups: Sequence[int],
         sample: bool = False,
         situations: Situations | None = None,
-        patience: Seconds = 0.0,
     ) -> None:
         self.name = name
-        self.patience = patience
         self._network = network
         self._encoder = encoder
         self._widths = tuple(widths)
@@ -126,15 +125,14 @@ def learned_router(
     """
     manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
-    patience = manifest.patience
     encoder = build_encoder(
-        manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy(), manifest.plan_rho), patience
+        manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy(), manifest.plan_rho)
     )
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
     # A paper's state counts the completed items and a plan what was sent: no situation of theirs comes twice.
     situations = Situations(facts, manifest.batch_time) if manifest.kind == "extended" and not sample else None
-    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations, patience)
+    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations)
 
 
 class _OtherCluster:

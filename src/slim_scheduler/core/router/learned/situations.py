@@ -23,7 +23,7 @@ class Situations:
     """The situations of the last seconds, and what was decided. `batch_time` is the policy's unit of time. Servers that
     joined after the run began are none of a policy's choices, and of no situation.
 
-    Equal are: the head's kind, count and choices, whether it may wait, the tasks that wait by segment, every server's
+    Equal are: the head's kind, count and choices, the tasks that wait by segment, every server's
     credit, pending tasks, reported queues and instances; and the steps of the head's age and slack, and of what devices
     report. It is of one run.
     """
@@ -51,7 +51,6 @@ class Situations:
             head.home,
             head.waiting,
             head.widths,
-            view.patient,
             int(TIME_STEPS * log1p(head.age * self._unit)),
             None if slack is None else int(TIME_STEPS * log1p(max(0.0, slack) * self._unit)),
             tuple(view.fifo_per_segment),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from numpy.random import Generator
 
-from slim_scheduler.core.router.heuristics import ServerCost, allowed, available_of
+from slim_scheduler.core.router.heuristics import ServerCost, allowed, choices_of
 from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
 from slim_scheduler.core.router.plan.program import Prices
@@ -18,8 +18,11 @@ from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, Widt
 from slim_scheduler.core.view import Head, View
 
 PLAN_EVERY: Seconds = 1.0
+LOOK_EVERY: Seconds = 0.25  # whether more is there than usual
 MEMORY = 0.5  # weight of the seconds before in the measured load
-CATCH_UP: Seconds = 2.0  # in which what waits should be worked off beside the new arrivals
+CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
+USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
+STEPS_ABOVE = 2  # a plan is kept while the load is no further below it: each change costs half-full batches
 
 
 class PlanLedger:
@@ -30,6 +33,7 @@ class PlanLedger:
         self._facts = plans.facts
         self._load: float | None = None
         self._looked_at: Seconds = 0.0
+        self._measured_at: Seconds = 0.0
         self._seen = 0  # items that had arrived then
         self._current: PlanKey | None = None
         self._sent: dict[Kind, dict[Target, int]] = {}
@@ -80,7 +84,7 @@ class PlanLedger:
 
     def next(self, view: View, shares: Mapping[Target, float]) -> Target | None:
         """Of the targets with credit, the one that is most behind; None where all that the plan names are full."""
-        open_targets = {t: share for t, share in shares.items() if view.servers[t[0]].available}
+        open_targets = {t: share for t, share in shares.items() if t[0] in view.choices}
         behind = self.behind(view, open_targets)
         return max(behind, key=lambda target: (behind[target], target), default=None)
 
@@ -111,8 +115,9 @@ class PlanLedger:
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one when a second has passed or a server came or went."""
         up = tuple(name for name, server in view.servers.items() if server.up and name in self._facts.servers)
-        measured = self._measure(view)
-        if measured or self._current is None or self._current[0] != up:
+        self._measure(view)
+        if self._current is None or self._current[0] != up or view.now - self._looked_at >= LOOK_EVERY:
+            self._looked_at = view.now
             key = (up, self._step(view, up))
             if key != self._current:
                 self._current = key
@@ -121,46 +126,57 @@ class PlanLedger:
         assert self._current is not None
         return self._current
 
-    def _measure(self, view: View) -> bool:
-        """Items per second since the last look, every second; whether it was time."""
+    def _measure(self, view: View) -> None:
+        """Items per second, every second."""
         arrived = view.completed + view.fifo_length + sum(s.outstanding for s in view.servers.values())
-        since = view.now - self._looked_at
+        since = view.now - self._measured_at
         if since < PLAN_EVERY:
-            return False
+            return
         rate = max(0, arrived - self._seen) / since
         self._load = rate if self._load is None else MEMORY * self._load + (1 - MEMORY) * rate
-        self._looked_at, self._seen = view.now, arrived
-        return True
+        self._measured_at, self._seen = view.now, arrived
 
     def _step(self, view: View, up: tuple[ServerName, ...]) -> int:
         """The load as a step, rounded up. Before anything was measured: the highest."""
         if self._load is None:
             return LOAD_STEPS
-        segments = self._facts.shape.segments
-        left = sum(count * (segments - segment) / segments for segment, count in enumerate(view.fifo_per_segment))
-        catch_up = 0.0 if self._plans.overloaded else left / CATCH_UP
+        catch_up = 0.0 if self._plans.overloaded else self._excess(view) / CATCH_UP
         steps = LOAD_STEPS * (self._load + catch_up) / self._plans.most(up)
+        if self._current is not None and self._current[1] - STEPS_ABOVE < steps <= self._current[1]:
+            return self._current[1]
         return max(1, min(LOAD_STEPS, math.ceil(steps)))
+
+    def _excess(self, view: View) -> float:
+        """What is in the system beyond the usual, in whole items' work."""
+        segments = self._facts.shape.segments
+        tasks = list(view.fifo_per_segment)
+        for server in view.servers.values():
+            for (segment, _), count in server.pending.items():
+                tasks[segment] += count
+        there = sum(tasks)
+        if self._load is None or not there:
+            return 0.0
+        plan = self._current or (tuple(self._facts.servers), LOAD_STEPS)
+        usual = self._load * self._plans.usual_time(plan, USUAL_PASSES)
+        left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
+        return left * max(0.0, 1 - usual / there)
 
 
 class PlanFollower:
-    """Sends where the plan is most behind. With patience the plan says the width alone, and the server is the one where
-    the block is soonest done, full ones included."""
+    """Sends where the plan is most behind; where all that it names are full, to whom the block is soonest done."""
 
-    def __init__(self, plans: Plans, name: str = "lp", patience: Seconds = 0.0) -> None:
+    chooses_full = False
+
+    def __init__(self, plans: Plans, name: str = "lp") -> None:
         self.name = name
-        self.patience = patience
         self._facts = facts = plans.facts
         self._ledger = PlanLedger(plans)
         self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)
-        if self.patience:
-            server, width = self._soonest(self._ledger.next_width(view, shares), head, view)
-        else:
-            target = self._ledger.next(view, shares)
-            server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
+        target = self._ledger.next(view, shares)
+        server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
         count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
         self._ledger.sent(head, (server, width), count)
         return Decision(server, allowed(width, head.widths), count)
@@ -171,5 +187,5 @@ class PlanFollower:
     def _soonest(self, width: Width, head: Head, view: View) -> Target:
         """Where a width is soonest done."""
         width = allowed(width, head.widths)
-        servers = available_of(self._costs, view, self.patience)
+        servers = choices_of(self._costs, view)
         return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in servers)[1:]

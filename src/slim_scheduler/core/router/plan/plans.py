@@ -8,7 +8,7 @@ from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
-from slim_scheduler.core.types import ServerName, Width, WidthTuple
+from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
 LOAD_STEPS = 50  # plans between no load and the highest
 RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
@@ -45,6 +45,7 @@ class Plans:
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
+        self._passes: dict[PlanKey, tuple[Seconds, Seconds]] = {}
         for step in range(1, LOAD_STEPS + 1):  # now, not while a request waits
             self.shares((tuple(facts.servers), step))
 
@@ -62,6 +63,21 @@ class Plans:
             assert plan is not None, "a load below the highest can be carried"
             self._shares[key] = Shares(plan)
         return self._shares[key]
+
+    def usual_time(self, key: PlanKey, passes: float) -> Seconds:
+        """An item's time in the system by a plan: so many passes through the network in full batches, and messages."""
+        if key not in self._passes:
+            servers, plan = self.facts.servers, self.shares(key).plan
+            time = messages = 0.0
+            for (name, step), rate in plan.steps.items():
+                server = servers[name]
+                run = server.latency.seconds(step.segment, step.previous_width, step.width, server.max_batch)
+                batch = server.slowdown * run
+                time += rate / plan.load * batch
+                messages += rate / plan.load * 2 * server.link_latency
+            self._passes[key] = (time, messages)
+        time, messages = self._passes[key]
+        return passes * time + messages
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
@@ -85,7 +101,7 @@ class Shares:
     """A plan as shares of each kind of head by (server, width); every kind sums to 1."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._of: dict[Kind, dict[Target, float]] = {}
         self._choices: dict[WidthTuple, list[Choice]] = {}
 
@@ -103,16 +119,16 @@ class Shares:
     def choices(self, ran: WidthTuple) -> list[Choice]:
         """What the plan does with items whose first pass was `ran`, or the tuple of the plan that is nearest to it."""
         if ran not in self._choices:
-            firsts = {choice.first for choice in self._plan.choices}
+            firsts = {choice.first for choice in self.plan.choices}
             nearest = min(firsts, key=lambda t: (sum(abs(a - b) for a, b in zip(t, ran, strict=True)), t))
-            self._choices[ran] = sorted(choice for choice in self._plan.choices if choice.first == nearest)
+            self._choices[ran] = sorted(choice for choice in self.plan.choices if choice.first == nearest)
         return self._choices[ran]
 
     def rate(self, choice: Choice) -> float:
-        return self._plan.choices[choice]
+        return self.plan.choices[choice]
 
     def _rates(self, segment: int, previous: Width | None, again: bool) -> dict[Target, float]:
-        steps = [(server, step, rate) for (server, step), rate in self._plan.steps.items() if step.segment == segment]
+        steps = [(server, step, rate) for (server, step), rate in self.plan.steps.items() if step.segment == segment]
         passes = [entry for entry in steps if entry[1].again == again] or steps
         exact = [entry for entry in passes if entry[1].previous_width == previous]
         rates: dict[Target, float] = {}
@@ -122,7 +138,7 @@ class Shares:
 
     def _near(self, rates: dict[Target, float], segment: int, previous: Width, home: ServerName) -> dict[Target, float]:
         """Shares of what lies at `home`: the plan's part of it stays, the rest goes where the plan wants it moved."""
-        plan = self._plan
+        plan = self.plan
         left = (segment - 1, previous)
         here = sum(r for (s, step), r in plan.steps.items() if s == home and (step.segment, step.width) == left)
         stays = {s: r for (k, w, s), r in plan.stays.items() if (k, w) == (segment - 1, previous)}
