@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo serve test check bench accept clean
+.PHONY: demo serve test check bench accept paper clean
 
 demo: .venv/.installed
 	$(BIN)/slim demo
@@ -22,6 +22,10 @@ check: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m benchmarks
+
+# The paper's tables and figures, made again; SLIM_CIFAR100 names the data (examples/reference/paper.py says more).
+paper: .venv/.installed
+	$(BIN)/python examples/reference/paper.py
 
 # Too long for CI: soaks, repeated kills, many seeds.
 accept: .venv/.installed-dev

@@ -27,6 +27,11 @@ def write_report(runs: Sequence[RunFolder], path: Path, title: str = "Slim Sched
     """Writes the page for some runs, grouped by router."""
     groups = shown(by_router(runs))
     body = "\n".join([*_head(groups, title), *_first(groups), *tables(groups), *_figures(groups), *_details(groups)])
+    write_page(path, title, body)
+
+
+def write_page(path: Path, title: str, body: str) -> None:
+    """Writes a page of this look around a body of HTML: no script, light or dark as the reader's system is."""
     css = files("slim_scheduler.report").joinpath("page.css").read_text()
     light, dark = css_variables(dark=False), css_variables(dark=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +64,7 @@ def _first(groups: Groups) -> Iterator[str]:
     """What happened when, before any table."""
     title = "Load, widths, latency and accuracy over time"
     caption = "One run of each router on the same arrivals. The shaded start is not measured."
-    yield f'<div class="first">{_figure(figures.over_time(groups), title, caption)}</div>'
+    yield f'<div class="first">{figure_element(figures.over_time(groups), title, caption)}</div>'
 
 
 def tables(groups: Groups) -> Iterator[str]:
@@ -168,7 +173,7 @@ def _ramp(i: int, widths: int) -> str:
 def _figures(groups: Groups) -> Iterator[str]:
     yield '<h2>Accuracy and its price</h2><div class="grid">'
     caption = "How long an item takes from its intended arrival to its answer; the median is at 50 %."
-    yield _figure(figures.latency_curves(groups), "Latency distribution", caption)
+    yield figure_element(figures.latency_curves(groups), "Latency distribution", caption)
     for key, label, scale, title in (
         ("latency_s.mean", "mean latency of an item, ms", 1000.0, "Accuracy against latency"),
         ("latency_s.p99", "99th percentile of latency, ms", 1000.0, "Accuracy against tail latency"),
@@ -178,25 +183,26 @@ def _figures(groups: Groups) -> Iterator[str]:
             continue
         drawn = figures.accuracy_against(groups, key, label, scale)
         if drawn is not None:
-            yield _figure(drawn, title, "Up and to the left is better.")
+            yield figure_element(drawn, title, "Up and to the left is better.")
     yield "</div>"
     yield "<h2>Servers over time</h2>"
     yield '<p class="soft">The first seed of each router; the shaded start is not measured.</p>'
     yield '<div class="grid">'
     for router, runs in groups.items():
         drawn = figures.servers_over_time(runs[0])
-        yield _figure(drawn, router, "How busy each server was, and how many tasks waited there.", "servers")
+        yield figure_element(drawn, router, "How busy each server was, and how many tasks waited there.", "servers")
     yield '</div><h2>Widths over time</h2><div class="grid">'
     blocks = {router: blocks_of(runs[0].record) for router, runs in groups.items()}
     ran = [width for some in blocks.values() for width in figures.widths_that_ran(some)]  # in the warm-up as well
     served = sorted({*map(float, _widths(groups)), *ran})
     for router, runs in groups.items():
         drawn = figures.widths_over_time(runs[0], blocks[router], served)
-        yield _figure(drawn, router, "The widths at which its tasks ran.", "widths")
+        yield figure_element(drawn, router, "The widths at which its tasks ran.", "widths")
     yield "</div>"
 
 
-def _figure(figure: Figure, title: str, caption: str, kind: str = "") -> str:
+def figure_element(figure: Figure, title: str, caption: str, kind: str = "") -> str:
+    """A figure with its title and caption as HTML; `kind` keeps its ids apart from a figure of the same title."""
     salt = "f" + "".join(c if c.isalnum() else f"_{ord(c):x}" for c in kind + title)
     svg = inline_svg(figure, f"{title}: {caption}", salt)
     return f"<figure><figcaption><b>{escape(title)}</b>{escape(caption)}</figcaption>{svg}</figure>"

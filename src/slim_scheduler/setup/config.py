@@ -278,7 +278,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key("user", "`paper`: eq. 1's state; `extended`: a row per server; `planned`: the plan beside it"),
     ] = "extended"
     hidden: Annotated[int, key("expert", "units of a hidden layer", above=0)] = 64
-    decisions: Annotated[int, key("user", "decisions to learn from, after the warm start", above=0)] = 600_000
+    decisions: Annotated[
+        int, key("user", "decisions to learn from, after the warm start; 0: imitation alone", least=0)
+    ] = 600_000
     workers: Annotated[int, key("user", "processes that act, each with episodes of its own", above=0)] = 2
     rollout_decisions: Annotated[int, key("expert", "decisions of one worker per update", above=0)] = 2048
     episode_rollouts: Annotated[int, key("expert", "rollouts after which an episode is cut", above=0)] = 4

@@ -49,6 +49,8 @@ def train(
             raise ConfigError(
                 f"{name} needs the observation planned; this is {training.observation}, which sees no plan"
             )
+    if not training.decisions and not (training.warm_start and training.warm_start_decisions):
+        raise ConfigError("training.decisions is 0 and nothing is imitated; give decisions, or a warm_start alone")
     facts = Scenarios(config).facts
     manifest = _manifest(config, seed)
     ppo = PPO(fresh_network(config, seed), training)
@@ -58,7 +60,7 @@ def train(
     )
     per_update = training.workers * training.rollout_decisions
     warm = _whole_episodes(training.warm_start_decisions if training.warm_start else 0, per_update, config)
-    last = warm + max(1, -(-training.decisions // per_update))
+    last = warm + -(-training.decisions // per_update)
     every = _whole_episodes(training.checkpoint_updates, 1, config)
     scale, decided = state.scale, state.decided
     horizon = Horizon(
