@@ -209,39 +209,30 @@ def finished(config: Config, trial: Trial) -> dict[str, Any] | None:
     return summary if same and not summary["interrupted"] else None
 
 
-COLUMNS = ("accuracy, %", "block latency, s", "sd", "block energy, J", "sd", "utilisation variance", "sd", "images")
-KEYS = (
-    ("accuracy", 100.0, 2),
-    ("block_latency_s.mean", 1.0, 4),
-    ("block_latency_s.sd", 1.0, 4),
-    ("energy_block_j.mean", 1.0, 2),
-    ("energy_block_j.sd", 1.0, 2),
-    ("utilization_variance.mean", 1.0, 4),
-    ("utilization_variance.sd", 1.0, 4),
-    ("items_completed", 1.0, 0),
-)
+COLUMNS = ("accuracy, %", "block latency, s: mean / sd", "block energy, J: mean / sd", "variance: mean / sd", "images")
+PAIRS = (("block_latency_s", 3), ("energy_block_j", 1), ("utilization_variance", 4))
 
 
 def cells(of: Estimates) -> list[str]:
-    """A row's numbers, the mean over seeds with its 95 % interval."""
-    shown = []
-    for key, scale, digits in KEYS:
-        value = of.get(key, Estimate(None, None, ()))
-        if value.mean is None:
-            shown.append("–")
-            continue
-        text = f"{value.mean * scale:,.{digits}f}"
-        shown.append(text if value.ci95 is None else f"{text} ± {value.ci95 * scale:,.{digits}f}")
-    return shown
+    """A row's numbers: means over the seeds, with the 95 % interval of accuracy, latency and energy."""
+    shown = [number(of, "accuracy", 2, scale=100.0)]
+    for key, digits in PAIRS:
+        shown.append(f"{number(of, f'{key}.mean', digits)} / {number(of, f'{key}.sd', digits, interval=False)}")
+    return [*shown, number(of, "items_completed", 0, interval=False)]
+
+
+def number(of: Estimates, key: str, digits: int, scale: float = 1.0, interval: bool = True) -> str:
+    value = of.get(key, Estimate(None, None, ()))
+    if value.mean is None:
+        return "–"
+    text = f"{value.mean * scale:,.{digits}f}"
+    return f"{text} ± {value.ci95 * scale:,.{digits}f}" if interval and value.ci95 is not None else text
 
 
 def paper_cells(paper: Paper) -> list[str]:
-    pairs = [
-        f"{value:,.{digits}f}"
-        for pair, digits in ((paper.latency, 3), (paper.energy, 2), (paper.variance, 4))
-        for value in pair
-    ]
-    return [f"{paper.accuracy:.2f}", *pairs, f"{paper.images:,}"]
+    pairs = zip((paper.latency, paper.energy, paper.variance), PAIRS, strict=True)
+    shown = [" / ".join(f"{value:,.{digits}f}" for value in pair) for pair, (_, digits) in pairs]
+    return [f"{paper.accuracy:.2f}", *shown, f"{paper.images:,}"]
 
 
 def run_tables(rows: Mapping[Row, Estimates], scale: float) -> Iterator[str]:
