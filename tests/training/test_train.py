@@ -221,3 +221,11 @@ def test_a_preset_changes_rewards_and_training_and_nothing_else(tmp_path):
     (tmp_path / "other.toml").write_text("[workload]\nrate = 1.0\n")
     with pytest.raises(ConfigError, match=r"may hold \[reward\] and \[training\]; it has workload"):
         with_preset(config, tmp_path, "other")
+
+
+def test_imitation_alone_makes_a_policy_and_nothing_at_all_is_refused(tmp_path):
+    manifest = train(load_config(config_file(tmp_path / "cluster", decisions=0)), tmp_path / "out")
+    assert manifest.training["decided"] == 0
+    assert manifest.training["updates"] == 2
+    with pytest.raises(ConfigError, match="decisions is 0 and nothing is imitated"):
+        train(load_config(config_file(tmp_path / "cluster", decisions=0, warm_start="")), tmp_path / "none")
