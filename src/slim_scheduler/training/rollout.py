@@ -228,7 +228,7 @@ class Actor:
     def _epsilon(self, decided: int) -> float:
         """Eq. 5's schedule; t counts decisions."""
         training = self._training
-        span = training.epsilon_decisions or training.decisions or 1  # 0 decisions: imitation alone, which never explores
+        span = training.epsilon_decisions or training.decisions or 1  # none: imitation alone
         fallen = training.epsilon_max + decided / span * (training.epsilon_min - training.epsilon_max)
         return max(training.epsilon_min, fallen)
 
