@@ -41,7 +41,7 @@ def test_a_width_that_is_not_served_lists_those_that_are(slim: Slim, tmp_path: P
 
 def test_an_unknown_router_lists_the_names(slim: Slim, tmp_path: Path) -> None:
     line = refused(slim, "simulate", "--config", DEMO, "--router", "fastest", "--out", tmp_path)
-    assert "router 'fastest' is unknown; available: random" in line
+    assert "router 'fastest' is unknown; available: auto, random" in line
 
 
 @pytest.mark.parametrize(("router", "wrong"), [("lp:many", "'many' is no share"), ("lp:2.5", "rho is 2.5")])
