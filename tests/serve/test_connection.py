@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written, self.ended, self.closed, self.stuck = b"", False, False, False
         self.unread = 0
+        self.full: Callable[[], None] = lambda: None
         self.socket, self.client = socket.socketpair()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -56,7 +58,9 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         assert not self.ended
         self.written += data
-        self.unread += len(data) if self.stuck else 0
+        if self.stuck:
+            self.unread += len(data)
+            self.full()
 
     def write_eof(self) -> None:
         self.ended = True
@@ -96,6 +100,7 @@ class Wire:
         self.owner = Owner(self.front, **limits)
         self.transport = Transport()
         self.connection = Connection(self.owner)
+        self.transport.full = self.connection.pause_writing
         self.connection.connection_made(self.transport)
 
     def send(self, *pieces: bytes) -> None:
@@ -340,7 +345,6 @@ def test_a_client_that_does_not_read_is_let_go_and_its_bytes_are_released():
     wire.transport.stuck = True
     wire.send(request(b"1"))
     wire.front.answer(b"x" * 900)
-    wire.connection.pause_writing()
     wire.connection.sweep(wire.connection._since + 29.0)
     assert not wire.transport.closed
     wire.connection.sweep(wire.connection._since + 31.0)

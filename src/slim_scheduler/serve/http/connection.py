@@ -61,6 +61,7 @@ MOVES: dict[ConnectionState, tuple[ConnectionState, ...]] = {
     CLOSED: (),
 }
 
+UNCOUNTED_BYTES = 16 * 1024  # of unsent answers per connection, which are not worth counting
 SLICE = 4096  # bytes given to the parser at a time where requests may end: what it reads ahead is bounded by it
 MOST_WAITING = 64 * 1024  # bytes behind the request in hand that are taken from the socket
 MOST_FIELDS = 128
@@ -133,8 +134,8 @@ class Connection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
         if transport.get_extra_info("ssl_object") is not None:
             self.scheme = "https"
-        # To be told whenever something stays unsent. uvloop's TLS pauses at the limit, its TCP above it.
-        self.transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
+        # Up to that, answers of one turn of the loop go out together, so that a client is woken once.
+        self.transport.set_write_buffer_limits(high=UNCOUNTED_BYTES, low=0)
         peer = transport.get_extra_info("peername")
         self.peer = (str(peer[0]), int(peer[1])) if peer else None
         owner = self._owner
@@ -466,7 +467,7 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes, reserved: int) -> None:
         """`reserved` bytes of the budget are released when the socket has taken all."""
         self.transport.write(data)
-        if self.transport.get_write_buffer_size():
+        if self._writable is not None:  # the transport has said that it cannot send
             self._unsent += reserved
         else:
             self._memory.release(reserved)
