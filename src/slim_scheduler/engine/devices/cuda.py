@@ -188,7 +188,7 @@ class CapturedRun:
         self.size = size
 
 
-class InstanceState:
+class InstanceGraphs:
     """What the device keeps of one instance: its stream, and its graphs, which share one memory pool.
 
     `eager` are the (previous width, bucket) for which capturing was refused; `running` while a thread runs a batch.
@@ -220,7 +220,7 @@ class CudaDevice:
         self._model = model
         self._shape = shape
         self._buckets = batch_buckets(max_batch)
-        self._instances: dict[int, InstanceState] = {}  # by id() of the slice, which outlives its entry
+        self._instances: dict[int, InstanceGraphs] = {}  # by id() of the slice, which outlives its entry
         self._lock = threading.Lock()  # of the instances' states
         self._warm: set[tuple[int, Width]] = set()
         self._local = threading.local()
@@ -250,7 +250,7 @@ class CudaDevice:
                     warm_up(self._model, segment, width, str(self._runtime.device))
                     self._warm.add((segment, width))
             self._runtime.wait(stream)
-        state = InstanceState(stream, self._runtime.pool())
+        state = InstanceGraphs(stream, self._runtime.pool())
         if segment == 0:
             with self._errors(), self._runtime.on(stream):
                 instance.build_variant(None)
@@ -319,12 +319,12 @@ class CudaDevice:
                 dropped = self._take_graphs(state)
             self._free(dropped)
 
-    def _drop_graphs(self, state: InstanceState) -> None:
+    def _drop_graphs(self, state: InstanceGraphs) -> None:
         with self._lock:
             dropped = self._take_graphs(state)
         self._free(dropped)
 
-    def _take_graphs(self, state: InstanceState) -> list[CapturedRun]:
+    def _take_graphs(self, state: InstanceGraphs) -> list[CapturedRun]:
         dropped = list(state.captured.values())
         state.captured.clear()
         state.eager.clear()
@@ -385,7 +385,7 @@ class CudaDevice:
                 first += len(view)
 
     def _captured(
-        self, instance: SegmentSlice, state: InstanceState, previous_width: Width | None, bucket: int
+        self, instance: SegmentSlice, state: InstanceGraphs, previous_width: Width | None, bucket: int
     ) -> CapturedRun | None:
         """The graph for batches of up to `bucket` items, None where there is none: no memory for it, or refused."""
         key = (previous_width, bucket)
@@ -416,7 +416,7 @@ class CudaDevice:
     def _capture(
         self,
         instance: SegmentSlice,
-        state: InstanceState,
+        state: InstanceGraphs,
         previous_width: Width | None,
         shape: tuple[int, ...],
         size: Bytes,
