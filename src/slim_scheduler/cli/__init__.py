@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from slim_scheduler.cli import bound, comparing, family, machine, model, running, serving, training
+from slim_scheduler.cli import bound, comparing, family, machine, model, plan, running, serving, training
 
 INTERRUPTED = 130
 BAD_INPUT = 2
@@ -27,6 +27,7 @@ family.add(app)
 running.add(app)
 comparing.add(app)
 bound.add(app)
+plan.add(app)
 training.add(app)
 serving.add(app)
 machine.add(app)

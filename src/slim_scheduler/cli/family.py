@@ -79,9 +79,14 @@ def run_import(files: list[Path], out: Path, data: str | None, wishes: "Wishes")
 
 def found_here(models: list[Path], data: str | None, wishes: "Callable[[], Wishes]", precision: str) -> "Config":
     """A configuration for a model folder, or for files that become a family in the user's cache first."""
+    one_folder = len(models) == 1 and models[0].is_dir()
+    return found_for(models[0] if one_folder else _cached_family(models, data, wishes()), precision)
+
+
+def found_for(folder: Path, precision: str) -> "Config":
+    """A configuration for a model folder on the devices that are here."""
     from slim_scheduler.engine.automatic import automatic_config
 
-    folder = models[0] if len(models) == 1 and models[0].is_dir() else _cached_family(models, data, wishes())
     with progress(f"preparing {folder.name}") as show:
         config, said = automatic_config(folder, precision, lambda share, what: show(share, what))
     for line in said:

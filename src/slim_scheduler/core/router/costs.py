@@ -1,5 +1,7 @@
 """What a task costs: device time at its best, what it moves over the links, and how long that takes on a free one."""
 
+import math
+
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.types import Bytes, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head
@@ -19,11 +21,18 @@ def transfer_time(facts: RouterFacts, head: Head, server: ServerFacts, count: in
     return 2 * server.link_latency + count * moved_bytes(facts, head, server.name) / server.bytes_per_s
 
 
-def seconds_per_item(server: ServerFacts, segment: int, previous_width: Width | None, width: Width) -> float:
-    """Device time of an item at the batch size that is best per item, the device shared as well as it can be."""
-    least = min(server.latency.seconds(segment, previous_width, width, b) / b for b in range(1, server.max_batch + 1))
+def seconds_per_item(
+    server: ServerFacts, segment: int, previous_width: Width | None, width: Width, longest: Seconds = math.inf
+) -> float:
+    """Device time of an item at the batch size that is best per item, the device shared as well as it can be.
+
+    Of batches that take up to `longest`; infinite where none does.
+    """
+    sizes = range(1, server.max_batch + 1)
+    times = [(b, server.slowdown * server.latency.seconds(segment, previous_width, width, b)) for b in sizes]
+    least = min((seconds / b for b, seconds in times if seconds <= longest), default=math.inf)
     sharing = server.profile.sharing[: server.concurrency]
-    return server.slowdown * least / max(sharing)
+    return least / max(sharing)
 
 
 def tuple_seconds(server: ServerFacts, widths: WidthTuple) -> Seconds:

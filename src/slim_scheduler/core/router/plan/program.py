@@ -11,6 +11,7 @@ Also in favour of the bound: batches are always the most efficient size, memory 
 its lower convex hull over the work done.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
 from slim_scheduler.core.router.plan.choices import Choice
-from slim_scheduler.core.types import Joules, ServerName, Watts, Width, WidthTuple
+from slim_scheduler.core.types import Joules, Seconds, ServerName, Watts, Width, WidthTuple
 
 MOST_TUPLES = 65_536
 LOGIT_BYTES = 4  # fp32
@@ -84,10 +85,15 @@ class Prices(msgspec.Struct, frozen=True):
 
 class PlanProgram:
     """The program for one cluster; `rho` is how busy each device and link may be. `pairs` are further choices beside
-    all width tuples. Raises InputError."""
+    all width tuples; no batch takes longer than `longest`. Raises InputError."""
 
     def __init__(
-        self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = 1.0, pairs: Sequence[Choice] = ()
+        self,
+        facts: RouterFacts,
+        accuracy: AccuracyPrior,
+        rho: float = 1.0,
+        pairs: Sequence[Choice] = (),
+        longest: Seconds = math.inf,
     ) -> None:
         shape = facts.shape
         if not 0 < rho <= 1:
@@ -126,7 +132,9 @@ class PlanProgram:
         self._load = self._busiest + 1
         self._columns = self._load + 1
         self._place = {place: self._first_place + i for i, place in enumerate(self._places)}
-        self._seconds = {(n, step): seconds_per_item(facts.servers[n], *step[:3]) for n, step in self._places}
+        seconds = {(n, step): seconds_per_item(facts.servers[n], *step[:3], longest) for n, step in self._places}
+        self._never = [self._place[place] for place, taken in seconds.items() if taken == math.inf]
+        self._seconds = {place: 0.0 if taken == math.inf else taken for place, taken in seconds.items()}
         self._equalities = _Rows(self._columns)
         self._limits = _Rows(self._columns)
         self._rows: dict[tuple[str, ServerName], int] = {}  # of the limits that have a price
@@ -259,6 +267,7 @@ class PlanProgram:
         floor[: len(self._choices)] = accuracy - self._accuracy
         bounds = np.zeros((self._columns, 2))
         bounds[:, 1] = np.inf
+        bounds[self._never] = 0.0
         if load is not None:
             bounds[self._load] = load
         return linprog(
