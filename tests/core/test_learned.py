@@ -9,8 +9,9 @@ import torch
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.messages import RouterFellBack
+from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.encoders import build_encoder
-from slim_scheduler.core.router.learned.observation import Observation, full_batch_time
+from slim_scheduler.core.router.learned.observation import Observation
 from slim_scheduler.core.router.learned.policy import NetworkSizes, build_network
 from slim_scheduler.core.router.learned.router import LearnedRouter, PolicyManifest
 from slim_scheduler.core.router.plan.plans import Plans

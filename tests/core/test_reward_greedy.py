@@ -7,7 +7,7 @@ import pytest
 from numpy.random import default_rng
 
 from slim_scheduler.core.profile import Curve
-from slim_scheduler.core.router.heuristics import ServerCost
+from slim_scheduler.core.router.costs import ServerCost
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.setup.config import RewardConfig
 from tests.core.facts import WIDTHS, Table, cluster, seen, server, view
@@ -33,7 +33,7 @@ def by_hand(now, weights: RewardConfig) -> dict[tuple[str, float, int], float]:
             continue
         count = min(group, head.waiting, chosen.credit, facts.max_batch)
         run = facts.slowdown * facts.latency.seconds(head.segment, head.previous_width, width, count)
-        load = costs[name].load_time(chosen, head.segment, width)
+        load = costs[name].loads(chosen.report, head.segment)[WIDTHS.index(width)]
         wait = backlog[name] + run + load + costs[name].transfer(head, count)
         latency = head.age + wait
         utilization, power = [], []

@@ -1,25 +1,34 @@
 """Which items a network answers right at which width tuple: the table behind reward, simulator and bound.
 
 Right or wrong, and the margin of the answer, per item and width tuple; a tuple that was not measured is answered by its
-nearest neighbour. Its file is `setup/accuracy_files.py`'s.
+nearest neighbour. Its file is `setup/accuracy_files.py`'s. `AccuracyPrior` is as much of it as admission and routers
+need; `Expectation` is what a router can expect of an item whose widths it knows in part.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import DataError
-from slim_scheduler.core.types import WidthTuple
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Width, WidthTuple
 
 
 def tuple_name(widths: WidthTuple) -> str:
     """A width tuple as files and tables write it: `0.25,0.5,0.75,1`."""
     return ",".join(f"{width:g}" for width in widths)
+
+
+class AccuracyPrior(Protocol):
+    """Measured top-1 accuracy in [0, 1] of a complete width tuple."""
+
+    def top1(self, widths: WidthTuple) -> float: ...
 
 
 class AccuracyTable:
@@ -106,3 +115,28 @@ class AccuracyTable:
                 self.tuples, key=lambda t: (sum(abs(a - b) for a, b in zip(t, widths, strict=True)), t)
             )
         return self._nearest[widths]
+
+
+class Expectation:
+    """Means of the measured top-1 over the width tuples that agree with what is known: a head tells its previous
+    width, not all the widths before, and what is unknown, before and after, is averaged over evenly."""
+
+    def __init__(self, shape: ModelShape, accuracy: AccuracyPrior) -> None:
+        self._top1 = {
+            widths: accuracy.top1(widths) for widths in itertools.product(shape.widths, repeat=shape.segments)
+        }
+        self._known: dict[tuple[int, Width | None, WidthTuple], float] = {}
+        self.mean = sum(self._top1.values()) / len(self._top1)
+
+    def top1(self, segment: int, previous_width: Width | None, widths: WidthTuple) -> float:
+        """Of an item whose last segment ran at `previous_width`, if it goes on with `widths` from `segment` on."""
+        key = (segment, previous_width, widths)
+        if key not in self._known:
+            agree = [
+                top1
+                for whole, top1 in self._top1.items()
+                if whole[segment : segment + len(widths)] == widths
+                and (previous_width is None or whole[segment - 1] == previous_width)
+            ]
+            self._known[key] = sum(agree) / len(agree)
+        return self._known[key]

@@ -21,6 +21,11 @@ class InstanceCount(msgspec.Struct, frozen=True, gc=False):
     busy: int
     loading: int
 
+    @property
+    def count(self) -> int:
+        """Those that can run a batch now or soon: none where the last one is being unloaded."""
+        return self.free + self.busy + self.loading
+
 
 class ServerReport(msgspec.Struct, frozen=True, gc=False):
     """One server's telemetry at `made_at`.

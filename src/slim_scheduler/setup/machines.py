@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 from numpy.random import Generator, SeedSequence, default_rng
 
-from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior, AccuracyTable
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
+from slim_scheduler.core.router.costs import items_per_second
 from slim_scheduler.core.router.escalation import FixedEscalation, two_passes
 from slim_scheduler.core.router.heuristics import (
     CostModel,
@@ -111,17 +111,9 @@ def carried_by_width(config: Config) -> dict[Width, float]:
     shape = load_shape(config)
     facts = router_facts(config, shape, load_profiles(config, shape))
     return {
-        width: sum(_most_items_per_second(server, width, shape.segments) for server in facts.servers.values())
+        width: sum(items_per_second(server, shape, width) for server in facts.servers.values())
         for width in shape.widths
     }
-
-
-def _most_items_per_second(server: ServerFacts, width: Width, segments: int) -> float:
-    seconds = [
-        server.latency.seconds(segment, width if segment else None, width, server.max_batch)
-        for segment in range(segments)
-    ]
-    return server.max_batch / (server.slowdown * sum(seconds))
 
 
 def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile]) -> RouterFacts:

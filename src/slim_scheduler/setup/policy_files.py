@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.learned.observation import Floats

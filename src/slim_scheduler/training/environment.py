@@ -14,13 +14,13 @@ from gymnasium import spaces
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.encoders import build_encoder
 from slim_scheduler.core.router.learned.observation import (
     UNKNOWN,
     Encoder,
     Floats,
     Observation,
-    full_batch_time,
 )
 from slim_scheduler.core.types import Decision
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy

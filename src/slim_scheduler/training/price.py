@@ -8,8 +8,7 @@ the queue, as in dual ascent, keeps it short: at the target delay the price is t
 
 from typing import NamedTuple
 
-from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item
-from slim_scheduler.core.router.heuristics import ServerCost
+from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item, server_costs
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
@@ -42,7 +41,7 @@ class CapacityPrice:
         facts = self._facts = plans.facts
         self._ledger = PlanLedger(plans)
         self._alpha = alpha
-        self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
+        self._costs = server_costs(facts)
         self._target = target
         self._shared = shared
         self._open: dict[int, _Bill] = {}
@@ -92,9 +91,8 @@ class CapacityPrice:
 
     def _seconds(self, server: ServerName, segment: int, previous: Width | None, width: Width, size: int) -> Seconds:
         """Device time of one task in a batch of so many."""
-        facts = self._facts.servers[server]
-        alone = facts.slowdown * facts.latency.seconds(segment, previous, width, size) / size
-        return max(self._work[server, segment, previous, width], alone)
+        run = self._costs[server].runs(segment, previous)[size][self._facts.shape.index(width)]
+        return max(self._work[server, segment, previous, width], run / size)
 
     def _delay(self, view: View) -> Seconds:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""

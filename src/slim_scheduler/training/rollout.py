@@ -16,12 +16,12 @@ import numpy.typing as npt
 from numpy.random import Generator, default_rng
 
 from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.encoders import build_encoder
 from slim_scheduler.core.router.learned.observation import (
     Encoder,
     Floats,
     Observation,
-    full_batch_time,
 )
 from slim_scheduler.core.router.learned.policy import Network, build_network, softmax
 from slim_scheduler.core.router.plan.plans import Plans

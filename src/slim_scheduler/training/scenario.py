@@ -7,9 +7,9 @@ follows the drawn servers' capacity, so that a factor of 1 means as busy as conf
 import msgspec
 from numpy.random import Generator
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.learned.observation import server_capacity
+from slim_scheduler.core.router.costs import cluster_capacity
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
@@ -45,7 +45,7 @@ class Scenarios:
         self._config = config = in_items_per_second(config)
         self._shape = load_shape(config)
         self.facts = self._facts(config)
-        self._capacity = self._capacity_of(self.facts)
+        self._capacity = cluster_capacity(self.facts)
 
     def draw(self, rng: Generator) -> Scenario:
         training, config, facts = self._config.training, self._config, self.facts
@@ -56,7 +56,7 @@ class Scenarios:
                 config, servers=self._servers(int(rng.integers(fewest, most + 1)), rng), faults=()
             )
             facts = self._facts(config)
-            factor *= self._capacity_of(facts) / self._capacity
+            factor *= cluster_capacity(facts) / self._capacity
         kind = "poisson" if config.workload.kind == "steps" else config.workload.kind  # one load per episode
         workload = msgspec.structs.replace(config.workload, kind=kind, rate=factor * config.workload.rate)
         backlog = max(0.0, float(rng.uniform(-1.0, 1.0))) * training.backlog_s
@@ -76,6 +76,3 @@ class Scenarios:
 
     def _facts(self, config: Config) -> RouterFacts:
         return router_facts(config, self._shape, load_profiles(config, self._shape))
-
-    def _capacity_of(self, facts: RouterFacts) -> float:
-        return sum(server_capacity(server, self._shape) for server in facts.servers.values())

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.encoders import build_encoder
-from slim_scheduler.core.router.learned.observation import full_batch_time
 from slim_scheduler.core.router.learned.policy import NetworkSizes
 from slim_scheduler.core.router.learned.router import PolicyManifest
 from slim_scheduler.core.router.plan.plans import Plans

@@ -6,8 +6,8 @@ accuracy floors too. The dispatcher asks; nothing here changes an item.
 """
 
 from itertools import product
-from typing import Protocol
 
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.dispatch.capacity import Capacity
 from slim_scheduler.core.dispatch.offers import Offers
 from slim_scheduler.core.shape import ModelShape
@@ -16,12 +16,6 @@ from slim_scheduler.core.types import Constraints, Request, Seconds, Width, Widt
 DEADLINE_SHARE = 0.5  # of the time to the deadline that may be filled: the rest is for what varies
 FULL_RETRY_AFTER: Seconds = 1.0
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
-
-
-class AccuracyPrior(Protocol):
-    """Measured top-1 accuracy in [0, 1] of a complete width tuple."""
-
-    def top1(self, widths: WidthTuple) -> float: ...
 
 
 class Admission:

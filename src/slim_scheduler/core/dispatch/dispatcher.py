@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior, Admission
+from slim_scheduler.core.accuracy import AccuracyPrior
+from slim_scheduler.core.dispatch.admission import Admission
 from slim_scheduler.core.dispatch.fifo import GlobalFifo, Key
 from slim_scheduler.core.dispatch.fleet import Fleet, SentBlock
 from slim_scheduler.core.dispatch.items import ItemFlight, Ledger

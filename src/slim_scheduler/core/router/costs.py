@@ -1,10 +1,18 @@
-"""What a task costs: device time at its best, what it moves over the links, and how long that takes on a free one."""
+"""The cost model: what is predicted of times, from profiles, links and what is known of queues. All routers ask here.
+
+First what a task costs at best: device time, bytes on the links, what a server carries. Then `ServerCost`: when a block
+that is sent now would be back.
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
 
 import math
 
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, ServerName, Width, WidthTuple
-from slim_scheduler.core.view import Head
+from slim_scheduler.core.view import Head, ServerReport, ServerView, View
 
 
 def moved_bytes(facts: RouterFacts, head: Head, server: ServerName) -> Bytes:
@@ -39,3 +47,131 @@ def tuple_seconds(server: ServerFacts, widths: WidthTuple) -> Seconds:
     """Device time of an item that runs a whole width tuple there."""
     before: tuple[Width | None, ...] = (None, *widths)
     return sum(seconds_per_item(server, segment, before[segment], width) for segment, width in enumerate(widths))
+
+
+def items_per_second(server: ServerFacts, shape: ModelShape, width: Width) -> float:
+    """What a server alone carries at a width throughout, in full batches."""
+    seconds = [
+        server.latency.seconds(segment, width if segment else None, width, server.max_batch)
+        for segment in range(shape.segments)
+    ]
+    return server.max_batch / (server.slowdown * sum(seconds))
+
+
+def cluster_capacity(facts: RouterFacts) -> float:
+    """Items per second of all servers at the middle width: the unit of a policy's rates."""
+    width = facts.shape.widths[len(facts.shape.widths) // 2]
+    return sum(items_per_second(server, facts.shape, width) for server in facts.servers.values())
+
+
+def full_batch_time(facts: RouterFacts) -> Seconds:
+    """Mean over servers, segments and widths of the time of a full batch: the unit of a policy's times."""
+    shape = facts.shape
+    times = [
+        server.slowdown * server.latency.seconds(segment, shape.widths[0] if segment else None, width, server.max_batch)
+        for server in facts.servers.values()
+        for segment in range(shape.segments)
+        for width in shape.widths
+    ]
+    return sum(times) / len(times)
+
+
+def remaining_time(
+    facts: RouterFacts, server: ServerFacts, segment: int, previous: Width | None, widths: WidthTuple, count: int
+) -> Seconds:
+    """Time of a block of `count` tasks through the segments from `segment` on at `widths`, all on one free server."""
+    shape = facts.shape
+    seconds = 0.0
+    for i, width in enumerate(widths):
+        run = server.latency.seconds(segment + i, previous, width, count)
+        seconds += server.slowdown * run + 2 * server.link_latency
+        previous = width
+    return seconds + (count * shape.input_bytes / server.bytes_per_s if segment == 0 else 0.0)
+
+
+class Prediction(NamedTuple):
+    """Of a block on one server, in seconds: queued work before it, its link time, and by width how long it runs and
+    when it is back, counted from now."""
+
+    backlog: Seconds
+    transfer: Seconds
+    run: tuple[Seconds, ...]
+    done: list[Seconds]
+
+
+class ServerCost:
+    """What is predicted of one server. It is of one run: what follows from a report is kept until the next report."""
+
+    def __init__(self, server: ServerFacts, facts: RouterFacts) -> None:
+        shape = facts.shape
+        batch = server.max_batch
+        self.server = server
+        self._facts = facts
+        self._widths = shape.widths
+        self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
+        # An item's share of a full batch, averaged over previous widths: what queued work is worth.
+        self._share: dict[tuple[int, Width], Seconds] = {}
+        self._load: list[list[Seconds]] = []  # [segment][width]
+        for segment in range(shape.segments):
+            previous = shape.widths if segment else (None,)
+            for p in previous:
+                self._runs[segment, p] = [
+                    tuple(server.slowdown * server.latency.seconds(segment, p, width, n) for width in shape.widths)
+                    for n in range(batch + 1)
+                ]
+            for i, width in enumerate(shape.widths):
+                whole = sum(self._runs[segment, p][batch][i] for p in previous)
+                self._share[segment, width] = whole / (len(previous) * batch)
+            self._load.append(
+                [server.profile.load_time(shape.instance_bytes(segment, width, batch)) for width in shape.widths]
+            )
+        self._report: ServerReport | None = None
+        self._loads: list[list[Seconds] | None] = [None] * shape.segments
+
+    def predict(self, server: ServerView, head: Head, count: int) -> Prediction:
+        """Of a block of so many of the head's tasks, at every width of the network."""
+        backlog, transfer = self.backlog(server), self.transfer(head, count)
+        ahead = backlog + transfer
+        run = self._runs[head.segment, head.previous_width][count]
+        loads = self.loads(server.report, head.segment)
+        return Prediction(backlog, transfer, run, [ahead + r + load for r, load in zip(run, loads, strict=True)])
+
+    def completion(self, server: ServerView, head: Head, width: Width) -> Seconds:
+        """Seconds until a block of all waiting tasks, as many as fit, would be back."""
+        count = server.takes(min(head.waiting, self.server.max_batch))
+        return self.predict(server, head, count).done[self._widths.index(width)]
+
+    def backlog(self, server: ServerView) -> Seconds:
+        """Seconds of work sent and not yet done."""
+        pending = server.pending
+        return sum([count * self._share[kind] for kind, count in pending.items()]) if pending else 0.0
+
+    def transfer(self, head: Head, count: int) -> Seconds:
+        """Link time of a block."""
+        return transfer_time(self._facts, head, self.server, count)
+
+    def runs(self, segment: int, previous: Width | None) -> list[tuple[Seconds, ...]]:
+        """Device time of a block: [count][width]."""
+        return self._runs[segment, previous]
+
+    def loads(self, report: ServerReport | None, segment: int) -> list[Seconds]:
+        """By width, what loading an instance takes: zero where one that fits is known to be there or on its way."""
+        if report is not self._report:
+            self._report = report
+            self._loads = [None] * len(self._loads)
+        loads = self._loads[segment]
+        if loads is None:
+            there = [i.width for i in report.instances if i.segment == segment and i.count] if report else []
+            widest = max(there, default=0.0)
+            load = zip(self._widths, self._load[segment], strict=True)
+            loads = self._loads[segment] = [0.0 if width <= widest else seconds for width, seconds in load]
+        return loads
+
+
+def server_costs(facts: RouterFacts) -> dict[ServerName, ServerCost]:
+    return {name: ServerCost(server, facts) for name, server in facts.servers.items()}
+
+
+def choices_of(names: Container[ServerName], view: View) -> list[ServerView]:
+    """Servers that may be chosen and whose profile is known; one that joined after the run began has none."""
+    return [server for name, server in view.choices.items() if name in names]

@@ -4,15 +4,15 @@ Each takes a width rule: a fixed width, a tuple with one width per segment, `ran
 run. All but `random` see only servers with credit and send as large a group as there is.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from numpy.random import Generator
 
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.router.base import RouterFacts, ServerFacts
-from slim_scheduler.core.router.costs import transfer_time
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.costs import choices_of, server_costs
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
+from slim_scheduler.core.types import Decision, Width, WidthTuple
 from slim_scheduler.core.view import Head, ServerView, View
 
 WidthRule = Callable[[Head, Generator], Width]
@@ -131,7 +131,7 @@ class CostModel:
     def __init__(self, name: str, width: WidthRule, facts: RouterFacts) -> None:
         self.name = name
         self._width = width
-        self._costs = {server.name: ServerCost(server, facts) for server in facts.servers.values()}
+        self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
@@ -140,54 +140,7 @@ class CostModel:
         if not known:
             return Decision(_shortest(list(view.choices.values()), rng).name, width, head.waiting)
         _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
-        return Decision(name, width, min(head.waiting, self._costs[name].facts.max_batch))
-
-
-class ServerCost:
-    """Predicted seconds of one server from its profile and what is known of its queue."""
-
-    def __init__(self, facts: ServerFacts, router: RouterFacts) -> None:
-        self.facts = facts
-        self._cluster = router
-        shape = router.shape
-        batch = facts.max_batch
-        # An item's share of a full batch, averaged over previous widths: what queued work is worth.
-        self._share: dict[tuple[int, Width], Seconds] = {}
-        self._load: dict[tuple[int, Width], Seconds] = {}
-        for segment in range(shape.segments):
-            previous = shape.widths if segment else (None,)
-            for width in shape.widths:
-                whole = [facts.latency.seconds(segment, p, width, batch) for p in previous]
-                self._share[segment, width] = facts.slowdown * sum(whole) / len(whole) / batch
-                size = shape.instance_bytes(segment, width, batch)
-                self._load[segment, width] = facts.profile.load_time(size)
-
-    def backlog(self, server: ServerView) -> Seconds:
-        """Seconds of work sent and not yet done."""
-        return sum([count * self._share[kind] for kind, count in server.pending.items()])
-
-    def completion(self, server: ServerView, head: Head, width: Width) -> Seconds:
-        """Seconds until a block of all waiting tasks, as many as fit, would be back."""
-        facts = self.facts
-        count = server.takes(min(head.waiting, facts.max_batch))
-        run = facts.slowdown * facts.latency.seconds(head.segment, head.previous_width, width, count)
-        return self.backlog(server) + run + self.load_time(server, head.segment, width) + self.transfer(head, count)
-
-    def load_time(self, server: ServerView, segment: int, width: Width) -> Seconds:
-        """Zero where an instance that fits is known to be loaded."""
-        report = server.report
-        if report is not None and any(i.segment == segment and i.width >= width for i in report.instances):
-            return 0.0
-        return self._load[segment, width]
-
-    def transfer(self, head: Head, count: int) -> Seconds:
-        """Link time of a block."""
-        return transfer_time(self._cluster, head, self.facts, count)
-
-
-def choices_of(names: Container[ServerName], view: View) -> list[ServerView]:
-    """Servers that may be chosen and whose profile is known; one that joined after the run began has none."""
-    return [server for name, server in view.choices.items() if name in names]
+        return Decision(name, width, min(head.waiting, self._costs[name].server.max_batch))
 
 
 def _shortest(servers: Sequence[ServerView], rng: Generator) -> ServerView:

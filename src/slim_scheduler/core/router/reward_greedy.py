@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior, Expectation
 from slim_scheduler.core.reward import RewardWeights, block_reward
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.router.heuristics import ServerCost, choices_of
+from slim_scheduler.core.router.costs import choices_of, server_costs
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -32,7 +31,7 @@ class RewardGreedy:
         shape = facts.shape
         self._shape = shape
         self._weights = weights
-        self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
+        self._costs = server_costs(facts)
         self._power = {name: server.profile.power for name, server in facts.servers.items()}
         self._groups = tuple(sorted(set(facts.groups), reverse=True))
         expectation = Expectation(shape, accuracy)
@@ -44,11 +43,8 @@ class RewardGreedy:
                 self._top1[segment, previous] = np.array(
                     [expectation.top1(segment, previous, (width,)) for width in shape.widths]
                 )
-                for name, server in facts.servers.items():
-                    sizes = range(1, server.max_batch + 1)
-                    self._run[name, segment, previous] = server.slowdown * np.array(
-                        [[server.latency.seconds(segment, previous, w, b) for b in sizes] for w in shape.widths]
-                    )
+                for name, cost in self._costs.items():
+                    self._run[name, segment, previous] = np.array(cost.runs(segment, previous)[1:]).T
 
     def decide(self, view: View, rng: Generator) -> Decision:
         choices = choices_of(self._costs, view)
@@ -66,12 +62,13 @@ class RewardGreedy:
         top1 = np.zeros(own.shape[1:])
         for i, server in enumerate(choices):
             cost = self._costs[server.name]
-            most = min(head.waiting, server.credit, cost.facts.max_batch)
+            most = min(head.waiting, server.credit, cost.server.max_batch)
             counts = [min(group, most) for group in self._groups]
             runs = [self._runs_at(server, head, width) for width in head.widths]
-            load = np.array([cost.load_time(server, segment, width) for width in runs])
-            link = np.array([cost.transfer(head, count) for count in counts])
             columns = [self._shape.index(width) for width in runs]
+            loads = cost.loads(server.report, segment)
+            load = np.array([loads[column] for column in columns])
+            link = np.array([cost.transfer(head, count) for count in counts])
             top1[i] = self._top1[segment, previous][columns]
             run = self._run[server.name, segment, previous][np.ix_(columns, [count - 1 for count in counts])]
             own[:, i] = run.T
@@ -95,10 +92,11 @@ class RewardGreedy:
     def _runs_at(self, server: ServerView, head: Head, width: Width) -> Width:
         """The width of the instance that will serve: the narrowest loaded one that may, else one to be loaded."""
         exact = head.constraints is not None and head.constraints.widths is not None
-        upgrade = 0.0 if exact else self._costs[server.name].facts.max_upgrade
+        upgrade = 0.0 if exact else self._costs[server.name].server.max_upgrade
         widest = self._shape.widths[-1] if upgrade is None else width + upgrade
         loaded = server.report.instances if server.report is not None else ()
-        return min((i.width for i in loaded if i.segment == head.segment and width <= i.width <= widest), default=width)
+        there = (i.width for i in loaded if i.segment == head.segment and i.count)
+        return min((w for w in there if width <= w <= widest), default=width)
 
     def _watts(self, server: ServerView, utilization: Floats) -> Floats:
         curve = self._power[server.name]

@@ -11,10 +11,10 @@ from itertools import product
 
 from numpy.random import Generator
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior, Expectation
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.expectation import Expectation
-from slim_scheduler.core.router.heuristics import ServerCost, allowed, choices_of
+from slim_scheduler.core.router.costs import choices_of, remaining_time, server_costs
+from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -31,7 +31,7 @@ class SlackFit:
         self.name = "slackfit"
         self._slo = slo
         self._segments = facts.shape.segments
-        self._costs = {name: ServerCost(server, facts) for name, server in facts.servers.items()}
+        self._costs = server_costs(facts)
         self._groups = tuple(sorted(set(facts.groups), reverse=True))
         self._table = _table(facts, Expectation(facts.shape, accuracy))
 
@@ -40,7 +40,7 @@ class SlackFit:
         server, backlog = self._least_backlog(view)
         left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
         left -= head.age * (self._segments - 1 - head.segment)
-        most = min(head.waiting, self._costs[server.name].facts.max_batch, server.credit)
+        most = min(head.waiting, self._costs[server.name].server.max_batch, server.credit)
         for group in self._groups:
             if group <= most:
                 width = self._widest(server.name, head, group, left)
@@ -68,13 +68,7 @@ def _table(facts: RouterFacts, expectation: Expectation) -> dict[tuple[ServerNam
                 for group in {min(group, server.max_batch) for group in facts.groups}:
                     choices = []
                     for widths in product(shape.widths, repeat=shape.segments - segment):
-                        seconds, before = 0.0, previous
-                        for i, width in enumerate(widths):
-                            run = server.latency.seconds(segment + i, before, width, group)
-                            seconds += server.slowdown * run + 2 * server.link_latency
-                            before = width
-                        if segment == 0:
-                            seconds += group * shape.input_bytes / server.bytes_per_s
+                        seconds = remaining_time(facts, server, segment, previous, widths, group)
                         choices.append((seconds, -expectation.top1(segment, previous, widths), widths[0]))
                     table[name, segment, previous, group] = _front(choices)
     return table

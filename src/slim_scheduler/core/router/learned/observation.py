@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
-from slim_scheduler.core.router.costs import transfer_time
-from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.router.costs import ServerCost, cluster_capacity
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import Head, ServerReport, ServerView, View
 
@@ -53,28 +52,6 @@ class Encoder(Protocol):
     def encode(self, view: View) -> Observation: ...
 
     def took(self, view: View, decision: Decision) -> None: ...
-
-
-def full_batch_time(facts: RouterFacts) -> Seconds:
-    """Mean over servers, segments and widths of the time of a full batch: the unit of a policy's times."""
-    shape = facts.shape
-    times = [
-        server.slowdown * server.latency.seconds(segment, shape.widths[0] if segment else None, width, server.max_batch)
-        for server in facts.servers.values()
-        for segment in range(shape.segments)
-        for width in shape.widths
-    ]
-    return sum(times) / len(times)
-
-
-def server_capacity(server: ServerFacts, shape: ModelShape) -> float:
-    """Items per second of one server alone, in full batches at the middle width throughout."""
-    width = shape.widths[len(shape.widths) // 2]
-    batch = server.max_batch
-    whole = sum(
-        server.latency.seconds(segment, width if segment else None, width, batch) for segment in range(shape.segments)
-    )
-    return batch / (server.slowdown * whole)
 
 
 class _Choices:
@@ -153,7 +130,7 @@ class ExtendedEncoder:
         self._servers = [_ServerEncoder(server, facts, batch_time) for server in facts.servers.values()]
         self._batch_time = batch_time
         self._segments = range(shape.segments)
-        self._capacity = sum(server_capacity(server, shape) for server in facts.servers.values())
+        self._capacity = cluster_capacity(facts)
         self._prefixes = {
             (segment, previous): [float(s == segment) for s in self._segments]
             + [float(width == previous) for width in shape.widths]
@@ -213,7 +190,6 @@ class ExtendedEncoder:
 
 
 SERVER_FIGURES = 14  # the columns that are neither per segment nor per width
-PREDICTED = 7  # where the columns begin that tell by width when a block would be done
 
 
 class _ServerEncoder:
@@ -223,29 +199,15 @@ class _ServerEncoder:
         shape = facts.shape
         self.name = server.name
         self._facts = server
-        self._cluster = facts
+        self._cost = ServerCost(server, facts)
         self._shape = shape
         self._widths = shape.widths
         self._unit = 1.0 / batch_time
-        self._runs: dict[tuple[int, Width | None], list[tuple[Seconds, ...]]] = {}  # [count][width]
-        self._run_figures: dict[tuple[int, Width | None], list[list[float]]] = {}  # the same as the policy sees it
-        self._share: dict[tuple[int, Width], Seconds] = {}  # an item's share of a full batch
-        self._load: list[list[Seconds]] = []  # [segment][width]
-        batch = server.max_batch
-        for segment in range(shape.segments):
-            previous = shape.widths if segment else (None,)
-            for p in previous:
-                runs = self._runs[segment, p] = [
-                    tuple(server.slowdown * server.latency.seconds(segment, p, width, n) for width in shape.widths)
-                    for n in range(batch + 1)
-                ]
-                self._run_figures[segment, p] = [[log1p(s * self._unit) / TIME_SCALE for s in row] for row in runs]
-            for i, width in enumerate(shape.widths):
-                whole = sum(self._runs[segment, p][batch][i] for p in previous)
-                self._share[segment, width] = whole / (len(previous) * batch)
-            self._load.append(
-                [server.profile.load_time(shape.instance_bytes(segment, width, batch)) for width in shape.widths]
-            )
+        self._run_figures = {  # [count][width], as the policy sees them
+            (segment, p): [[log1p(s * self._unit) / TIME_SCALE for s in row] for row in self._cost.runs(segment, p)]
+            for segment in range(shape.segments)
+            for p in (shape.widths if segment else (None,))
+        }
         powers = [max(s.profile.power.y) for s in facts.servers.values()]
         self._most_power = max(server.profile.power.y)
         self._least_power = min(server.profile.power.y) / self._most_power
@@ -253,39 +215,32 @@ class _ServerEncoder:
         self._nothing = [0.0] * len(shape.widths)
         self._report: ServerReport | None = None
         self._of_report = self._read(None)
-        self._of_segment: list[tuple[list[float], list[Seconds]] | None] = [None] * shape.segments
+        self._loaded: list[list[float] | None] = [None] * shape.segments
 
     def row(self, server: ServerView, head: Head, now: Seconds) -> list[float]:
         report = server.report
         if report is not self._report:
             self._report = report
             self._of_report = self._read(report)
-            self._of_segment = [None] * self._shape.segments
+            self._loaded = [None] * self._shape.segments
         segment = head.segment
-        instances = self._of_segment[segment]
-        if instances is None:
-            instances = self._of_segment[segment] = self._instances(report, segment)
-        loaded, loads = instances
-        unit, pending, share = self._unit, server.pending, self._share
-        backlog = sum([count * share[kind] for kind, count in pending.items()]) if pending else 0.0
+        loaded = self._loaded[segment]
+        if loaded is None:
+            loaded = self._loaded[segment] = self._instances(report, segment)
+        unit, pending = self._unit, server.pending
         credit = server.credit
         count = min(head.waiting, self._facts.max_batch, max(1, credit))
-        transfer = transfer_time(self._cluster, head, self._facts, count)
-        ahead = backlog + transfer
-        key = (segment, head.previous_width)
+        predicted = self._cost.predict(server, head, count)
         return [
             1.0 if server.up else 0.0,
             credit / server.credit_tasks,
             log1p(server.outstanding) / COUNT_SCALE,
-            log1p(backlog * unit) / TIME_SCALE,
+            log1p(predicted.backlog * unit) / TIME_SCALE,
             1.0 if report is None else min(1.0, max(0.0, now - report.made_at) / OLDEST),
-            log1p(transfer * unit) / TIME_SCALE,
+            log1p(predicted.transfer * unit) / TIME_SCALE,
             1.0 if head.home == self.name else 0.0,
-            *[
-                log1p((ahead + run + load) * unit) / TIME_SCALE
-                for run, load in zip(self._runs[key][count], loads, strict=True)
-            ],
-            *self._run_figures[key][count],
+            *[log1p(seconds * unit) / TIME_SCALE for seconds in predicted.done],
+            *self._run_figures[segment, head.previous_width][count],
             *(
                 [log1p(pending.get((segment, width), 0)) / COUNT_SCALE for width in self._widths]
                 if pending
@@ -317,12 +272,11 @@ class _ServerEncoder:
             *any_loaded,
         ]
 
-    def _instances(self, report: ServerReport | None, segment: int) -> tuple[list[float], list[Seconds]]:
-        """How many instances of a segment are there by width, and what loading one would take."""
+    def _instances(self, report: ServerReport | None, segment: int) -> list[float]:
+        """How many instances of a segment are there by width."""
         counts = [0] * len(self._widths)
         if report is not None:
             for instance in report.instances:
                 if instance.segment == segment:
-                    counts[self._shape.index(instance.width)] += instance.free + instance.busy + instance.loading
-        loads = [0.0 if any(counts[i:]) else seconds for i, seconds in enumerate(self._load[segment])]
-        return [min(1.0, count / 2) for count in counts], loads
+                    counts[self._shape.index(instance.width)] += instance.count
+        return [min(1.0, count / 2) for count in counts]

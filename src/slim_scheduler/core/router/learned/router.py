@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.learned.encoders import build_encoder

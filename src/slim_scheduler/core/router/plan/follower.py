@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from numpy.random import Generator
 
-from slim_scheduler.core.router.heuristics import ServerCost, allowed, choices_of
+from slim_scheduler.core.router.costs import choices_of, server_costs
+from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
 from slim_scheduler.core.router.plan.program import Prices
@@ -171,7 +172,7 @@ class PlanFollower:
         self.name = name
         self._facts = facts = plans.facts
         self._ledger = PlanLedger(plans)
-        self._costs = {n: ServerCost(server, facts) for n, server in facts.servers.items()}
+        self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)

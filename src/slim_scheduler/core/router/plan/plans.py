@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.plan.choices import Choice

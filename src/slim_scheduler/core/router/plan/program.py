@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from slim_scheduler.core.dispatch.admission import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
