@@ -7,7 +7,7 @@ from numpy.random import default_rng
 
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
-from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, Plans
+from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, Plans
 from slim_scheduler.core.router.plan.program import PlanProgram
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
@@ -105,8 +105,8 @@ def test_above_one_a_plan_is_that_of_a_lower_load():
     carried, more = Plans(FACTS, Table(), rho=1.0), Plans(FACTS, Table(), rho=1.5)
     assert more.most(up) == pytest.approx(1.5 * carried.most(up))
     for step in (30, 50):  # of a highest load that is half as much again: the same share of it
-        assert more.shares((up, step)).of(Kind(0, None, None)) == pytest.approx(
-            carried.shares((up, step)).of(Kind(0, None, None))
+        assert more.shares((up, step)).of(HeadKind(0, None, None)) == pytest.approx(
+            carried.shares((up, step)).of(HeadKind(0, None, None))
         )
 
 

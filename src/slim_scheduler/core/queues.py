@@ -25,11 +25,11 @@ class _Lane:
 
     __slots__ = ("announced", "count", "early", "in_order")
 
-    def __init__(self, entry: Entry) -> None:
-        self.in_order: deque[Entry] = deque((entry,))
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.in_order: deque[Entry] = deque(entries)
         self.early: list[Entry] = []
-        self.count = 1
-        self.announced = entry[1]
+        self.count = len(entries)
+        self.announced = entries[0][1]
 
     def first(self) -> Entry:
         early, in_order = self.early, self.in_order
@@ -43,15 +43,20 @@ class _Lane:
             return in_order.popleft()
         return heappop(early)
 
-    def insert(self, entry: Entry) -> None:
+    def insert(self, entry: Entry) -> bool:
+        """Whether it is the first now."""
         in_order = self.in_order
-        if not in_order or entry > in_order[-1]:
+        self.count += 1
+        if not in_order:
             in_order.append(entry)
+        elif entry > in_order[-1]:
+            in_order.append(entry)
+            return False
         elif entry < in_order[0]:
             in_order.appendleft(entry)
         else:
             heappush(self.early, entry)
-        self.count += 1
+        return self.first() is entry
 
 
 class KeyedQueue(Generic[K]):
@@ -78,7 +83,9 @@ class KeyedQueue(Generic[K]):
         entries = [(rank, at, task, tag) for at, task in enumerate(tasks, sequence)]
         self._sequence += len(entries)
         lane = self._lanes.get(key)
-        if lane is not None and lane.in_order and entries[0] > lane.in_order[-1]:
+        if lane is None:
+            self._open(key, entries)
+        elif lane.in_order and entries[0] > lane.in_order[-1]:
             lane.in_order.extend(entries)
             lane.count += len(entries)
             self._length += len(entries)
@@ -174,13 +181,17 @@ class KeyedQueue(Generic[K]):
     def _insert(self, key: K, entry: Entry) -> None:
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(entry)
-            heappush(self._heads, (entry[0], entry[1], key))
-        else:
-            lane.insert(entry)
-            if lane.first() is entry and lane.announced != entry[1]:
-                self._announce(key, lane, entry)
+            self._open(key, (entry,))
+            return
         self._length += 1
+        if lane.insert(entry) and lane.announced != entry[1]:
+            self._announce(key, lane, entry)
+
+    def _open(self, key: K, entries: Sequence[Entry]) -> None:
+        """A key's first entries, in order."""
+        self._lanes[key] = _Lane(entries)
+        self._length += len(entries)
+        heappush(self._heads, (entries[0][0], entries[0][1], key))
 
     def _head_but(self, skip: Callable[[K], bool]) -> K | None:
         best: Entry | None = None
@@ -197,6 +208,8 @@ class KeyedQueue(Generic[K]):
 
     def _first(self, lane: _Lane) -> Entry:
         removed = self._removed
+        if not removed and not lane.early:
+            return lane.in_order[0]
         entry = lane.first()
         while removed and entry[2].task_id in removed:
             removed.discard(lane.pop()[2].task_id)

@@ -17,10 +17,11 @@ FAULT, DEVICE, MESSAGE, ARRIVAL, ROUTE, SAMPLE, TIMER, END = range(8)
 class Agenda:
     """The event heap and the simulated clock."""
 
-    __slots__ = ("_heap", "_sequence", "now")
+    __slots__ = ("_heap", "_sequence", "now", "steps")
 
     def __init__(self) -> None:
         self.now: Seconds = 0.0
+        self.steps = 0  # so far
         self._heap: list[tuple[Seconds, int, int, Callable[[Any], None], Any]] = []
         self._sequence = 0
 
@@ -32,6 +33,7 @@ class Agenda:
     def step(self) -> None:
         """Does exactly one thing: the next. Raises IndexError when there is none."""
         self.now, _, _, action, argument = heappop(self._heap)
+        self.steps += 1
         action(argument)
 
     def __len__(self) -> int:

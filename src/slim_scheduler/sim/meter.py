@@ -41,6 +41,8 @@ class Meter:
 
     def advance(self, now: Seconds) -> Joules:
         """The energy used from time 0 until `now`."""
+        if now <= self._at:
+            return self._energy
         edges = self._edges
         while edges and edges[0] + WINDOW <= now:
             self._slide(edges.popleft() + WINDOW)

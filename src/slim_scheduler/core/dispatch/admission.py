@@ -25,7 +25,7 @@ class Admission:
         self._shape = shape
         self._max_waiting = max_waiting
         self._accuracy = accuracy
-        self._choices: dict[tuple[int, tuple[Constraints, WidthTuple]], tuple[Width, ...]] = {}
+        self._choices: dict[tuple[int, Constraints, WidthTuple], tuple[Width, ...]] = {}
         self._window_start: Seconds = 0.0
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
@@ -89,13 +89,11 @@ class Admission:
         reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
         return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
 
-    def widths(self, segment: int, bounds: tuple[Constraints, WidthTuple] | None) -> tuple[Width, ...]:
-        """The widths a decision may choose. `bounds` pairs the constraints with the widths that ran so far."""
-        if bounds is None:
-            return self._shape.widths
-        found = self._choices.get((segment, bounds))
+    def widths(self, segment: int, constraints: Constraints, ran: WidthTuple) -> tuple[Width, ...]:
+        """The widths that constraints leave to a decision; `ran` so far."""
+        found = self._choices.get((segment, constraints, ran))
         if found is None:
-            found = self._choices[segment, bounds] = self._resolve(segment, *bounds)
+            found = self._choices[segment, constraints, ran] = self._resolve(segment, constraints, ran)
         return found
 
     def completed(self, now: Seconds) -> None:

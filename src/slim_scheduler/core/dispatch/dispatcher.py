@@ -164,6 +164,8 @@ class Dispatcher:
         match event:
             case BatchReported():
                 self._collect(event, now)
+            case RouteNow():
+                pass
             case RequestArrived():
                 self._arrive(event, now)
                 return False
@@ -192,15 +194,13 @@ class Dispatcher:
                 self._members.leave(event, now)
             case RouterTooSlow():
                 self._suspend_router(event.seconds, now)
-            case RouteNow():
-                pass
         return True
 
     def pending(self, now: Seconds) -> View | None:
         """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
         fifo, fleet = self._fifo, self._fleet
         self._fresh = 0
-        while len(fifo) and fleet.any_available():
+        while fleet.any_available():
             key = fifo.head()
             if key is None:
                 return None
@@ -264,19 +264,19 @@ class Dispatcher:
         return max(IN_HAND, sum(view.limit for view in self._fleet.views.values() if view.up))
 
     def _arrive(self, event: RequestArrived, now: Seconds) -> None:
-        request = event.request
+        request, ledger, waiting = event.request, self._ledger, len(self._fifo)
         self._admission.offers.arrived(request.request_id)
         if request.deadline is not None and request.deadline <= now:
-            self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
+            self._commands.append(ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return
-        refusal = self._admission.refuse(request, len(self._fifo), self.held_up, len(self._ledger.items), now)
+        refusal = self._admission.refuse(request, waiting, waiting - self._fresh, len(ledger.items), now)
         if refusal is not None:
-            self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
+            self._commands.append(ledger.refuse(request, Outcome.REJECTED, *refusal))
             return
         self._retries.arrived(len(request.items))
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.request_id))
-        for flight in self._ledger.admit(request):
+        for flight in ledger.admit(request):
             self._fifo.enter(flight, 0, now)
         self._fresh += len(request.items)
 
@@ -295,8 +295,9 @@ class Dispatcher:
 
     def _view(self, key: Key, now: Seconds) -> View:
         """What the router sees, and whom it may choose."""
-        fifo, servers = self._fifo, self._fleet.views
+        fifo, servers, constraints = self._fifo, self._fleet.views, key[3]
         oldest = fifo.oldest(key)
+        flight = self._ledger.items[oldest.item]
         head = Head(
             key[0],
             key[1],
@@ -304,13 +305,15 @@ class Dispatcher:
             fifo.count(key),
             now - oldest.entered,
             None if oldest.deadline is None else oldest.deadline - now,
-            self._admission.widths(key[0], key[3]),
-            key[3][0] if key[3] is not None else None,
-            now - self._ledger.items[oldest.item].request.request.arrival,
-            self._ledger.items[oldest.item].first is not None,
+            self._shape.widths if constraints is None else self._admission.widths(key[0], *constraints),
+            None if constraints is None else constraints[0],
+            now - flight.request.request.arrival,
+            flight.first is not None,
         )
-        full_too = self._router.chooses_full
-        choices = {name: s for name, s in servers.items() if s.available or (full_too and s.in_service)}
+        if self._router.chooses_full:
+            choices = {name: server for name, server in servers.items() if server.in_service}
+        else:
+            choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
         return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, servers, choices)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
@@ -323,7 +326,7 @@ class Dispatcher:
         block = Block(
             self._last_block, decision.server, segment, decision.width, previous_width, exact, tasks, now, more
         )
-        self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router))
+        self._fleet.send(SentBlock(block, decision, fifo_length, self._ledger.completed, router, len(tasks)))
         self._commands.append(SendBlock(block))
 
     def _may_follow(self, key: Key, server: ServerName, taken: int) -> int:
@@ -344,28 +347,30 @@ class Dispatcher:
         share = None if event.energy_j is None else event.energy_j / len(event.tasks)
         seconds = event.finished - event.started
         width, server = (event.width,), (event.server,)
-        items = self._ledger.items
+        home, items = event.server, self._ledger.items
         settled = self._fleet.settle_all(event.tasks)
         ran: list[ItemFlight] = []
-        for sent, task in settled:
-            flight = items.get(task.item)
-            if flight is None or flight.task is not task:
-                sent.lost += 1  # expired or cancelled while it ran
-                continue
-            flight.widths += width
-            flight.servers += server
-            flight.home = event.server
-            flight.compute += seconds
-            if share is not None:
-                flight.energy = share + (flight.energy or 0.0)
-            sent.latency += now - task.entered
-            sent.ran.append((task.item, flight.widths))
-            ran.append(flight)
+        for sent, tasks in settled:
+            for task in tasks:
+                flight = items.get(task.item)
+                if flight is None or flight.task is not task:
+                    sent.lost += 1  # expired or cancelled while it ran
+                    continue
+                flight.widths += width
+                flight.servers += server
+                flight.home = home
+                flight.compute += seconds
+                if share is not None:
+                    flight.energy = share + (flight.energy or 0.0)
+                sent.latency += now - task.entered
+                sent.ran.append((task.item, flight.widths))
+                ran.append(flight)
         if ran and event.segment < self._shape.segments - 1:
             self._fifo.go_on(ran, event.segment, event.width, now)
         else:
             self._answer(ran, event, now)
-        self._commands.extend([sent.finished(now) for sent in dict.fromkeys(s for s, _ in settled) if not sent.left])
+        ended = dict.fromkeys([sent for sent, _ in settled if not sent.left])
+        self._commands.extend([sent.finished(now) for sent in ended])
         self._members.ran(event.server, now)
 
     def _answer(self, ran: list[ItemFlight], event: BatchReported, now: Seconds) -> None:

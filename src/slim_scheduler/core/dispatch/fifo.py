@@ -73,17 +73,15 @@ class GlobalFifo:
 
         It is `enter` for each; those alike are queued at once.
         """
-        held, segment = self._activation[done][width], done + 1
-        home = flights[0].home
+        segment, home, back = done + 1, flights[0].home, self._reentry_back
         key: Key = (segment, width, home if self._home_matters else None, None)
+        self._hold_all(flights, self._activation[done][width])
         alike: list[Task] = []
         for flight in flights:
-            self._hold(flight, held)
             request = flight.request.request
-            if self._reentry_back and flight.constraints is None and not request.priority:
-                self._last_task += 1
-                task = Task(self._last_task, flight.item, segment, width, home, now, request.deadline, 0)
-                flight.task = task
+            if back and flight.constraints is None and not request.priority:
+                self._last_task = number = self._last_task + 1
+                task = flight.task = Task(number, flight.item, segment, width, home, now, request.deadline, 0)
                 flight.waiting = True
                 alike.append(task)
             else:
@@ -119,18 +117,17 @@ class GlobalFifo:
     def take(self, key: Key, limit: int) -> tuple[Task, ...]:
         """Removes the first tasks of a key, which are then on their way."""
         tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
-        items = self._items
+        flights = [self._items[task.item] for task in tasks]
         self.per_segment[key[0]] -= len(tasks)
-        for task in tasks:
-            items[task.item].waiting = False
+        for flight in flights:
+            flight.waiting = False
         if key[0] == 0:  # room for what it will leave behind, at the widest it may run
-            for task in tasks:
-                self._hold(items[task.item], self._reserve)
+            self._hold_all(flights, self._reserve)
         return tasks
 
     def let_go(self, flight: ItemFlight) -> None:
         """The item holds no activation any more."""
-        self._hold(flight, 0)
+        self._hold_all((flight,), 0)
 
     def check_invariants(self) -> None:
         self._queue.check_invariants()
@@ -151,9 +148,12 @@ class GlobalFifo:
             None if constraints is None else (constraints, flight.widths),
         )
 
-    def _hold(self, flight: ItemFlight, size: Bytes) -> None:
-        self._activation_bytes += size - flight.held
-        flight.held = size
+    def _hold_all(self, flights: Sequence[ItemFlight], each: Bytes) -> None:
+        before = 0
+        for flight in flights:
+            before += flight.held
+            flight.held = each
+        self._activation_bytes += each * len(flights) - before
 
 
 def _is_first_segment(key: Key) -> bool:

@@ -7,28 +7,39 @@ the tasks is the dispatcher's decision.
 
 from collections.abc import Iterable
 
+import msgspec
+
 from slim_scheduler.core.dispatch.outliers import OutlierLimits, Outliers
 from slim_scheduler.core.messages import BlockFinished
-from slim_scheduler.core.types import Block, BlockId, Decision, Seconds, ServerName, Task, TaskId, Width, WidthTuple
+from slim_scheduler.core.types import (
+    Block,
+    BlockId,
+    Decision,
+    ItemId,
+    Seconds,
+    ServerName,
+    Task,
+    TaskId,
+    Width,
+    WidthTuple,
+)
 from slim_scheduler.core.view import ServerReport, ServerView
 
 
-class SentBlock:
-    """A block on its way or at its server, with the sums its `BlockFinished` is made of."""
+class SentBlock(msgspec.Struct, eq=False):
+    """A block on its way or at its server, of which `left` tasks have not been heard of, with the sums its
+    `BlockFinished` is made of. `missing`: since when reports leave it out."""
 
-    __slots__ = ("block", "completed", "decision", "fifo_length", "latency", "left", "lost", "missing", "ran", "router")
-
-    def __init__(self, block: Block, decision: Decision, fifo_length: int, completed: int, router: str) -> None:
-        self.block = block
-        self.decision = decision
-        self.fifo_length = fifo_length
-        self.completed = completed
-        self.router = router
-        self.left = len(block.tasks)
-        self.latency = 0.0
-        self.ran: list[tuple[int, WidthTuple]] = []
-        self.lost = 0
-        self.missing: Seconds | None = None
+    block: Block
+    decision: Decision
+    fifo_length: int
+    completed: int
+    router: str
+    left: int
+    latency: Seconds = 0.0
+    ran: list[tuple[ItemId, WidthTuple]] = []
+    lost: int = 0
+    missing: Seconds | None = None
 
     def finished(self, now: Seconds) -> BlockFinished:
         block = self.block
@@ -147,28 +158,40 @@ class Fleet:
 
     def settle(self, task_id: TaskId) -> tuple[SentBlock, Task] | None:
         """A server's word on a task came: its credit is free. None for a late or doubled word."""
-        settled = self.settle_all((task_id,))
-        return settled[0] if settled else None
+        for sent, tasks in self.settle_all((task_id,)):
+            return sent, tasks[0]
+        return None
 
-    def settle_all(self, tasks: Iterable[TaskId]) -> list[tuple[SentBlock, Task]]:
-        """`settle` for tasks reported together, in order, without those that are late or doubled."""
-        waiting = self._sent
-        settled = [waiting.pop(task_id) for task_id in tasks if task_id in waiting]
-        done: dict[SentBlock, int] = {}
-        for sent, _ in settled:
-            done[sent] = done.get(sent, 0) + 1
-        for sent, count in done.items():
-            block = sent.block
-            view = self.views[block.server]
-            view.outstanding -= count
-            kind = (block.segment, block.width)
-            view.pending[kind] -= count
-            if not view.pending[kind]:
-                del view.pending[kind]
-            sent.left -= count
-            if not sent.left:
-                del self._blocks[block.server][block.block_id]
-        return settled
+    def settle_all(self, tasks: Iterable[TaskId]) -> list[tuple[SentBlock, list[Task]]]:
+        """`settle` for tasks reported together, without those that are late or doubled: in order, those that follow
+        each other and came with one block together."""
+        runs: list[tuple[SentBlock, list[Task]]] = []
+        last: SentBlock | None = None
+        run: list[Task] = []
+        for task_id in tasks:
+            found = self._sent.pop(task_id, None)
+            if found is not None:
+                sent, task = found
+                if sent is last:
+                    run.append(task)
+                else:
+                    last, run = sent, [task]
+                    runs.append((sent, run))
+        for sent, together in runs:
+            self._settled(sent, len(together))
+        return runs
+
+    def _settled(self, sent: SentBlock, count: int) -> None:
+        block = sent.block
+        view = self.views[block.server]
+        view.outstanding -= count
+        kind = (block.segment, block.width)
+        view.pending[kind] -= count
+        if not view.pending[kind]:
+            del view.pending[kind]
+        sent.left -= count
+        if not sent.left:
+            del self._blocks[block.server][block.block_id]
 
     def pending(self, segment: int, width: Width) -> int:
         """Tasks of a segment and requested width that were sent and not yet reported, over all servers."""

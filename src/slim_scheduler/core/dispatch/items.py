@@ -4,10 +4,11 @@ received = answered + rejected + expired + cancelled + failed + in flight, for r
 moves items through here; every one leaves by exactly one outcome, and the last item's outcome makes the reply.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from slim_scheduler.core.messages import Reply
 from slim_scheduler.core.types import (
+    Bytes,
     Constraints,
     ItemId,
     ItemOutcome,
@@ -22,50 +23,34 @@ from slim_scheduler.core.types import (
 )
 
 
-class Answer(NamedTuple):
-    """What a finished pass came to."""
+class Pass(msgspec.Struct, frozen=True, gc=False):
+    """What a pass through the network came to."""
 
     widths: WidthTuple
     servers: tuple[ServerName, ...]
     margin: float | None
 
 
-class ItemFlight:
+class ItemFlight(msgspec.Struct, eq=False):
     """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
 
-    On its second pass it has the first one's answer, and `constraints` are the width tuple of that pass.
+    `held` are the bytes of activation counted for it. On its second pass it has the first one, and `constraints` are
+    the width tuple of that pass.
     """
 
-    __slots__ = (
-        "compute",
-        "constraints",
-        "energy",
-        "first",
-        "held",
-        "home",
-        "item",
-        "request",
-        "retries",
-        "servers",
-        "task",
-        "waiting",
-        "widths",
-    )
-
-    def __init__(self, item: ItemId, request: "RequestFlight") -> None:
-        self.item = item
-        self.request = request
-        self.constraints = request.request.constraints
-        self.first: Answer | None = None
-        self.widths: WidthTuple = ()
-        self.servers: tuple[ServerName, ...] = ()
-        self.home: ServerName | None = None
-        self.task: Task | None = None
-        self.waiting = False
-        self.compute: Seconds = 0.0
-        self.energy: Joules | None = None
-        self.retries = 0
-        self.held = 0  # bytes of activation counted for it
+    item: ItemId
+    request: "RequestFlight"
+    constraints: Constraints | None
+    first: Pass | None = None
+    widths: WidthTuple = ()
+    servers: tuple[ServerName, ...] = ()
+    home: ServerName | None = None
+    task: Task | None = None
+    waiting: bool = False
+    compute: Seconds = 0.0
+    energy: Joules | None = None
+    retries: int = 0
+    held: Bytes = 0
 
     def restart(self) -> None:
         """Its activation is lost: back to the input."""
@@ -73,20 +58,17 @@ class ItemFlight:
 
     def go_again(self, widths: WidthTuple, margin: float) -> None:
         """Its first pass is done; from the input once more, at another width tuple."""
-        self.first = Answer(self.widths, self.servers, margin)
+        self.first = Pass(self.widths, self.servers, margin)
         self.constraints = Constraints(widths=widths)
         self.restart()
 
 
-class RequestFlight:
-    """One request and the outcomes of its items so far."""
+class RequestFlight(msgspec.Struct, eq=False):
+    """One request, its items that have not ended, and the outcomes of those that have."""
 
-    __slots__ = ("items", "outcomes", "request")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.items: dict[ItemId, ItemFlight] = {}
-        self.outcomes: list[ItemOutcome] = []
+    request: Request
+    items: dict[ItemId, ItemFlight] = {}
+    outcomes: list[ItemOutcome] = []
 
 
 class Ledger:
@@ -122,13 +104,14 @@ class Ledger:
         return Reply(request.request_id, outcome, items, reason, retry_after)
 
     def admit(self, request: Request) -> list[ItemFlight]:
-        flight = RequestFlight(request)
+        owner = RequestFlight(request)
         self.received_requests += 1
         self.received_items += len(request.items)
-        self.requests[request.request_id] = flight
-        for item in request.items:
-            self.items[item] = flight.items[item] = ItemFlight(item, flight)
-        return list(flight.items.values())
+        self.requests[request.request_id] = owner
+        flights = [ItemFlight(item, owner, request.constraints) for item in request.items]
+        for flight in flights:
+            self.items[flight.item] = owner.items[flight.item] = flight
+        return flights
 
     def end(
         self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "", margin: float | None = None
@@ -138,7 +121,7 @@ class Ledger:
         Whose second pass did not come to its end is answered with the first, unless its client cancelled.
         """
         owner = flight.request
-        first, passes, ran = flight.first, 1, Answer(flight.widths, flight.servers, margin)
+        first, passes, ran = flight.first, 1, Pass(flight.widths, flight.servers, margin)
         if first is not None and outcome is Outcome.ANSWERED:
             passes = 2
         elif first is not None and outcome is not Outcome.CANCELLED:
@@ -164,10 +147,13 @@ class Ledger:
         if owner.items:
             return None
         del self.requests[owner.request.request_id]
-        worst = next((o for o in owner.outcomes if o.outcome is not Outcome.ANSWERED), owner.outcomes[-1])
+        ended = owner.outcomes
+        worst = ended[-1]
+        if len(ended) > 1:
+            worst = next((end for end in ended if end.outcome is not Outcome.ANSWERED), worst)
+            ended.sort(key=_item_id)
         self.request_outcomes[worst.outcome] += 1
-        outcomes = tuple(owner.outcomes) if len(owner.outcomes) == 1 else tuple(sorted(owner.outcomes, key=_item_id))
-        return Reply(owner.request.request_id, worst.outcome, outcomes, worst.reason)
+        return Reply(owner.request.request_id, worst.outcome, tuple(ended), worst.reason)
 
     def check_invariants(self) -> None:
         for totals in self.counts().values():

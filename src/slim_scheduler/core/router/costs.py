@@ -4,10 +4,9 @@ First what a task costs at best: device time, bytes on the links, what a server 
 that is sent now would be back.
 """
 
+import math
 from collections.abc import Container
 from typing import NamedTuple
-
-import math
 
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.shape import ModelShape

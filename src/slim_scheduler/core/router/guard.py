@@ -54,6 +54,8 @@ class GuardedRouter:
         return self._fallback.decide(view, self._rng), self._fallback.name, complaint
 
     def _complaint(self, decision: Decision, view: View) -> Complaint | None:
+        if decision.server in view.choices and decision.width in view.head.widths and decision.group >= 1:
+            return None
         server = view.servers.get(decision.server)
         if server is None:
             return Complaint(f"chose server {decision.server}, which is unknown")
@@ -63,6 +65,4 @@ class GuardedRouter:
             )
         if decision.width not in view.head.widths:
             return Complaint(f"chose width {decision.width}, allowed are {view.head.widths}")
-        if not decision.group >= 1:
-            return Complaint(f"chose a group of {decision.group}")
-        return None
+        return Complaint(f"chose a group of {decision.group}")

@@ -127,7 +127,7 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, commands)
-        if self._returning is None and not self._rests(now):
+        if self._returning is None and (self._window is None or not self._rests(now)):
             self._start_batches(now, commands)
         self._arm(commands)
         return commands

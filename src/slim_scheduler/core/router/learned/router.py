@@ -154,17 +154,15 @@ class _OtherCluster:
 
 def _argmax(logits: Floats, mask: Flags, rng: Generator) -> int:
     """The first of the largest rounded logits among what may be chosen."""
-    best, largest = -1, float("-inf")
-    for i, (logit, allowed) in enumerate(zip(logits.tolist(), mask.tolist(), strict=True)):
-        if isnan(logit):
-            raise RouterError("the policy gave NaN")
-        if allowed:
-            logit = round(logit, DECIMALS)
-            if logit > largest:
-                best, largest = i, logit
-    if best < 0:
+    values = logits.tolist()
+    if any(map(isnan, values)):
+        raise RouterError("the policy gave NaN")
+    allowed = [(value, i) for i, (value, may) in enumerate(zip(values, mask.tolist(), strict=True)) if may]
+    if not allowed:
         raise RouterError("the policy has nothing it may choose")
-    return best
+    near = max(allowed)[0] - 2 * 10**-DECIMALS  # of others, no rounding makes the largest
+    close = [(round(value, DECIMALS), -i) for value, i in allowed if value >= near]
+    return -max(close)[1]
 
 
 def _draw(logits: Floats, mask: Flags, rng: Generator) -> int:

@@ -13,7 +13,7 @@ from numpy.random import Generator
 from slim_scheduler.core.router.costs import choices_of, server_costs
 from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.router.plan.choices import Choice
-from slim_scheduler.core.router.plan.plans import LOAD_STEPS, Kind, PlanKey, Plans, Target
+from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, View
@@ -37,7 +37,8 @@ class PlanLedger:
         self._measured_at: Seconds = 0.0
         self._seen = 0  # items that had arrived then
         self._current: PlanKey | None = None
-        self._sent: dict[Kind, dict[Target, int]] = {}
+        self._shares: Shares  # of the current plan
+        self._sent: dict[HeadKind, dict[Target, int]] = {}
         self._given: dict[WidthTuple, dict[Choice, int]] = {}  # finished first passes, by what they ran and got
 
     @property
@@ -48,7 +49,8 @@ class PlanLedger:
     def shares(self, view: View) -> Mapping[Target, float]:
         """The plan's shares of the head's kind, which sum to 1; on a second pass, whose widths are fixed, of those
         targets that have the width, where the plan has any."""
-        shares = self._plans.shares(self._plan_for(view)).of(self._kind(view.head))
+        self._plan_for(view)
+        shares = self._shares.of(self._kind(view.head))
         if not view.head.again:
             return shares
         fits = {target: share for target, share in shares.items() if target[1] in view.head.widths}
@@ -60,7 +62,7 @@ class PlanLedger:
         below its threshold."""
         if self._current is None:
             return None
-        shares = self._plans.shares(self._current)
+        shares = self._shares
         choices = shares.choices(ran)
         given = self._given.setdefault(ran, dict.fromkeys(choices, 0))
         rates = {choice: shares.rate(choice) for choice in choices}
@@ -79,15 +81,15 @@ class PlanLedger:
 
     def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
         """By how many tasks each target is behind its share of what was sent of this kind and of what waits."""
-        sent = self._sent.get(self._kind(view.head), {})
-        total = sum(sent.values()) + view.head.waiting
+        sent, total = self._so_far(view)
         return {target: share * total - sent.get(target, 0) for target, share in shares.items()}
 
     def next(self, view: View, shares: Mapping[Target, float]) -> Target | None:
         """Of the targets with credit, the one that is most behind; None where all that the plan names are full."""
-        open_targets = {t: share for t, share in shares.items() if t[0] in view.choices}
-        behind = self.behind(view, open_targets)
-        return max(behind, key=lambda target: (behind[target], target), default=None)
+        sent, total = self._so_far(view)
+        choices = view.choices
+        behind = [(share * total - sent.get(t, 0), t) for t, share in shares.items() if t[0] in choices]
+        return max(behind)[1] if behind else None
 
     def other_width(self, view: View, shares: Mapping[Target, float]) -> Width:
         """For a head that goes where the plan does not send it: the narrowest, which works off the queue; where plans
@@ -108,20 +110,28 @@ class PlanLedger:
         sent = self._sent.setdefault(self._kind(head), {})
         sent[target] = sent.get(target, 0) + count
 
-    def _kind(self, head: Head) -> Kind:
-        return Kind(head.segment, head.previous_width, head.home if self._facts.move_activations else None, head.again)
+    def _so_far(self, view: View) -> tuple[Mapping[Target, int], int]:
+        """What was sent of the head's kind, and how many tasks that and what waits are."""
+        sent = self._sent.get(self._kind(view.head), {})
+        return sent, sum(sent.values()) + view.head.waiting
+
+    def _kind(self, head: Head) -> HeadKind:
+        return HeadKind(
+            head.segment, head.previous_width, head.home if self._facts.move_activations else None, head.again
+        )
 
     # ---- the load
 
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one when a second has passed or a server came or went."""
-        up = tuple(name for name, server in view.servers.items() if server.up and name in self._facts.servers)
+        known = self._facts.servers
+        up = tuple([name for name, server in view.servers.items() if server.up and name in known])
         self._measure(view)
         if self._current is None or self._current[0] != up or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
             key = (up, self._step(view, up))
             if key != self._current:
-                self._current = key
+                self._current, self._shares = key, self._plans.shares(key)
                 self._sent.clear()
                 self._given.clear()
         assert self._current is not None
@@ -129,10 +139,10 @@ class PlanLedger:
 
     def _measure(self, view: View) -> None:
         """Items per second, every second."""
-        arrived = view.completed + view.fifo_length + sum(s.outstanding for s in view.servers.values())
         since = view.now - self._measured_at
         if since < PLAN_EVERY:
             return
+        arrived = view.completed + view.fifo_length + sum(s.outstanding for s in view.servers.values())
         rate = max(0, arrived - self._seen) / since
         self._load = rate if self._load is None else MEMORY * self._load + (1 - MEMORY) * rate
         self._measured_at, self._seen = view.now, arrived

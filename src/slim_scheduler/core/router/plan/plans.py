@@ -1,7 +1,8 @@
 """Plans of one cluster by load, in steps, and by the servers in service: made once and kept for every run on it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
@@ -18,7 +19,7 @@ Target = tuple[ServerName, Width]
 PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
 
 
-class Kind(NamedTuple):
+class HeadKind(msgspec.Struct, frozen=True, gc=False):
     """What heads have in common that a plan tells apart. `home`: where moving costs; `again`: on the second pass."""
 
     segment: int
@@ -102,19 +103,19 @@ class Shares:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._of: dict[Kind, dict[Target, float]] = {}
+        self._of: dict[HeadKind, dict[Target, float]] = {}
         self._choices: dict[WidthTuple, list[Choice]] = {}
 
-    def of(self, kind: Kind) -> dict[Target, float]:
+    def of(self, kind: HeadKind) -> dict[Target, float]:
         """Kinds that the plan does not have (a wider instance ran) get the shares of their segment."""
-        if kind not in self._of:
-            segment, previous, home, again = kind
-            rates = self._rates(segment, previous, again)
-            if home is not None and previous is not None:
-                rates = self._near(rates, segment, previous, home)
+        found = self._of.get(kind)
+        if found is None:
+            rates = self._rates(kind.segment, kind.previous_width, kind.again)
+            if kind.home is not None and kind.previous_width is not None:
+                rates = self._near(rates, kind.segment, kind.previous_width, kind.home)
             total = sum(rates.values())
-            self._of[kind] = {target: rate / total for target, rate in rates.items()}
-        return self._of[kind]
+            found = self._of[kind] = {target: rate / total for target, rate in rates.items()}
+        return found
 
     def choices(self, ran: WidthTuple) -> list[Choice]:
         """What the plan does with items whose first pass was `ran`, or the tuple of the plan that is nearest to it."""
