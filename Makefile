@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo serve test check bench accept paper clean
+.PHONY: demo serve test check bench accept paper results clean
 
 demo: .venv/.installed
 	$(BIN)/slim demo
@@ -26,6 +26,10 @@ bench: .venv/.installed-dev
 # The paper's tables and figures, made again; SLIM_CIFAR100 names the data (examples/reference/paper.py says more).
 paper: .venv/.installed
 	$(BIN)/python examples/reference/paper.py
+
+# The tables of docs/reference-cluster.md, from runs that are stored by seed; goes on where it stopped.
+results: .venv/.installed
+	$(BIN)/python examples/reference/results.py
 
 # Too long for CI: soaks, repeated kills, many seeds.
 accept: .venv/.installed-dev

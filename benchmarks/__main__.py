@@ -10,27 +10,13 @@ that brought the row into results.json.
 import importlib
 import json
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
 import benchmarks
+from slim_scheduler.run.provenance import measured_commit
 
 RESULTS = Path(__file__).parent / "results.json"
-
-
-def measured_commit(folder: Path) -> str:
-    """The commit that is checked out in `folder`, and whether its tracked files are changed; `unknown` without git."""
-    try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{commit} with uncommitted changes" if changed else commit
-
-
-def _git(folder: Path, *command: str) -> str:
-    return subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main(names: list[str]) -> int:

@@ -4,7 +4,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from benchmarks.__main__ import RESULTS, measured_commit
+from benchmarks.__main__ import RESULTS
+
+from slim_scheduler.run.provenance import measured_commit
 
 
 def git(folder: Path, *command: str) -> str:

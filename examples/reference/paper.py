@@ -11,13 +11,11 @@ An interrupted run goes on where it stopped: runs that are complete and have the
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.page import figure_element, write_page
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
 from slim_scheduler.run.compare import Trial, run_simulated, trials
+from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 from slim_scheduler.setup.config import Config, load_config
@@ -143,9 +142,9 @@ def main() -> None:
     ]
     write_page(asked.out / "report.html", "The paper's experiment, made again", "\n".join(body))
     kept = {
-        "commit": commit(),
+        "commit": measured_commit(CLONE),
         "command": " ".join(["python", "examples/reference/paper.py", *sys.argv[1:]]),
-        "versions": {name: version(name) for name in ("slim-scheduler", "numpy", "torch")},
+        "versions": versions("slim-scheduler", "numpy", "torch"),
         "seconds": round(time.monotonic() - began),
         "seeds": list(seeds),
         "scale": asked.scale,
@@ -158,17 +157,6 @@ def main() -> None:
     write_json(asked.out / "paper.json", kept)
     print_tables(accuracy, main_rows, ablation)
     print(f"\n{(time.monotonic() - began) / 60:.0f} minutes; report: {asked.out / 'report.html'}")
-
-
-def commit() -> str:
-    """The clone's commit, with `+` where files differ from it; empty outside a clone."""
-    said = subprocess.run(
-        ["git", "-C", str(CLONE), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return said.stdout.strip()
 
 
 # Tables III to V, and the ablation

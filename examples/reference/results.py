@@ -1,0 +1,273 @@
+"""The tables of docs/reference-cluster.md, from runs that are stored by seed.
+
+    make results                                    # every experiment of results.toml; an interrupted one goes on
+    python examples/reference/results.py ten        # one of them
+    python examples/reference/results.py --look     # two seeds of 4 s each into runs/results-look; the page stays
+    python examples/reference/results.py --tables   # the page from what is stored; nothing is run
+
+A run is stored in results/NAME.json as soon as it has ended, with the commit that it was made at. It is made again
+only where the experiment's settings, its configuration file or its policy have changed. The page has a table of each
+experiment between `<!-- results: NAME -->` and `<!-- /results -->`; a test holds it against the stored runs.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from slim_scheduler.cli.terminal import progress
+from slim_scheduler.core.errors import ConfigError, SlimError
+from slim_scheduler.report.measures import Estimate, Measure, estimate, flatten
+from slim_scheduler.run.compare import run_simulated, trials
+from slim_scheduler.run.provenance import measured_commit, versions
+from slim_scheduler.run.runs import write_json
+from slim_scheduler.setup.config import load_config
+
+HERE = Path(__file__).parent
+CLONE = HERE.parents[1]
+EXPERIMENTS = HERE / "results.toml"
+STORED = HERE / "results"
+PAGE = CLONE / "docs" / "reference-cluster.md"
+LOOK_SEEDS = (0, 2)
+LOOK_SETTINGS = ("workload.duration_s=4", "workload.warmup_s=0.4")
+MARKED = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
+
+ACCURACY = Measure("accuracy_arrived", "accuracy", "%", 100, 2)
+MEAN = Measure("latency_s.mean", "mean", "ms", 1000, 0)
+P99 = Measure("latency_s.p99", "p99", "ms", 1000, 0)
+REWARD = Measure("reward.mean", "reward", digits=4)
+COLUMNS = {
+    "items": (ACCURACY, MEAN, P99, Measure("energy_per_item_j", "energy per item", "mJ", 1000, 1), REWARD),
+    "blocks": (
+        ACCURACY,
+        Measure("block_latency_s.mean", "block latency", "ms", 1000, 1),
+        Measure("energy_block_j.mean", "block energy", "J", 1, 2),
+        REWARD,
+    ),
+}
+KEPT = (
+    *dict.fromkeys(measure.key for columns in COLUMNS.values() for measure in columns),
+    "utilization_variance.mean",
+    "items_arrived",
+    "items_completed",
+)
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table: every router at every load, on the same seeds. Settings are as in `--set`."""
+
+    name: str
+    says: str
+    config: str
+    routers: tuple[str, ...]
+    seeds: tuple[int, int]
+    columns: Literal["items", "blocks"]
+    set: tuple[str, ...] = ()
+    loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})
+
+    @property
+    def each_seed(self) -> range:
+        return range(self.seeds[0], self.seeds[0] + self.seeds[1])
+
+    def settings(self, load: str) -> tuple[str, ...]:
+        return (*self.set, *self.loads[load])
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One stored run. `made_of` stands for settings, configuration file and policy; metrics are the summary's."""
+
+    load: str
+    router: str
+    seed: int
+    commit: str
+    made_of: str
+    metrics: dict[str, float | None]
+
+
+class Store(msgspec.Struct):
+    """What results/NAME.json holds."""
+
+    command: str = "make results"
+    versions: dict[str, str] = {}
+    runs: list[Run] = []
+
+    def of(self, load: str, router: str, seeds: Sequence[int], made_of: str) -> dict[int, Run]:
+        """The runs that still hold, by seed."""
+        found = {r.seed: r for r in self.runs if (r.load, r.router, r.made_of) == (load, router, made_of)}
+        return {seed: found[seed] for seed in seeds if seed in found}
+
+
+def read_experiments(path: Path = EXPERIMENTS) -> dict[str, Experiment]:
+    listed = msgspec.toml.decode(path.read_bytes(), type=dict[str, list[Experiment]])["experiments"]
+    return {experiment.name: experiment for experiment in listed}
+
+
+def read_store(folder: Path, name: str) -> Store:
+    path = folder / f"{name}.json"
+    return msgspec.json.decode(path.read_bytes(), type=Store) if path.is_file() else Store()
+
+
+def whole_name(router: str) -> str:
+    """`ppo:NAME` with the policy's folder."""
+    return f"ppo:{HERE / 'policies' / router.removeprefix('ppo:')}" if router.startswith("ppo:") else router
+
+
+def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE) -> str:
+    """Changes whenever a run of these would come out otherwise by what is configured, comments aside."""
+    configured = tomllib.loads((folder / experiment.config).read_text())
+    policy = HERE / "policies" / router.removeprefix("ppo:") / "manifest.json"
+    trained = policy.read_text() if router.startswith("ppo:") else ""  # with the weights' hash
+    parts = json.dumps([configured, experiment.settings(load), router, trained], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE) -> int:
+    """Makes the runs that are not stored, and stores each as it ends. Returns how many were made."""
+    commit = measured_commit(CLONE)
+    store = read_store(stored, experiment.name)
+    made = 0
+    for load in experiment.loads:
+        marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
+        names = {whole_name(router): router for router in experiment.routers}
+        config = load_config(folder / experiment.config, experiment.settings(load))
+        plan = [
+            trial
+            for trial in trials(list(names), experiment.each_seed, out / experiment.name / load)
+            if not store.of(load, names[trial.router], [trial.seed], marks[names[trial.router]])
+        ]
+        if not plan:
+            continue
+        with progress(f"{experiment.name} {load}: {len(plan)} runs") as show:
+            for done in run_simulated(config, plan, workers, show):
+                if done.summary["interrupted"]:
+                    continue
+                router, seed, numbers = names[done.trial.router], done.trial.seed, flatten(done.summary)
+                metrics = {key: numbers.get(key) for key in KEPT}
+                new = Run(load, router, seed, commit, marks[router], metrics)
+                others = [r for r in store.runs if (r.load, r.router, r.seed) != (load, router, seed)]
+                store.runs = sorted([*others, new], key=lambda r: (r.load, r.router, r.seed))
+                store.versions = versions("slim-scheduler", "numpy")
+                stored.mkdir(parents=True, exist_ok=True)
+                write_json(stored / f"{experiment.name}.json", msgspec.to_builtins(store))
+                made += 1
+    return made
+
+
+# Tables
+
+
+def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
+    """Markdown: a line per load and router, means with their 95 % intervals; what is not stored is said."""
+    seeds = experiment.each_seed
+    rows = {
+        (load, router): store.of(load, router, seeds, made_of(experiment, load, router, folder))
+        for load in experiment.loads
+        for router in experiment.routers
+    }
+    there, wanted = sum(map(len, rows.values())), len(rows) * len(seeds)
+    command = f"`python examples/reference/results.py {experiment.name}`"
+    if there < wanted:
+        return f"{experiment.says}\n{there} of {wanted} runs are stored; the others: {command}.\n"
+    commits = sorted({run.commit[:12] for runs in rows.values() for run in runs.values()})
+    measures = COLUMNS[experiment.columns]
+    several = len(experiment.loads) > 1
+    head = [*(["load"] if several else []), "router", *[measure.heading for measure in measures], "answered, %"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for (load, router), runs in rows.items():
+        cells = [*([load] if several else []), f"`{router}`"]
+        for measure in measures:
+            value = estimate([run.metrics[measure.key] for run in runs.values()])
+            cells.append(measure.show(value.mean, value.ci95).replace("−", "-"))
+        cells.append(f"{_answered(list(runs.values())):.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    first = experiment.routers[0]
+    differences = [
+        f"{load + ': ' if several else ''}`{router}` {_percent(_relative(rows[load, router], rows[load, first]))}"
+        for load, router in rows
+        if router != first
+    ]
+    said = [
+        experiment.says,
+        f"Simulated; seeds {seeds[0]} to {seeds[-1]}, mean ± 95 % interval.",
+        f"Commit {', '.join(f'`{commit}`' for commit in commits)}; {command}.",
+    ]
+    against = [f"Reward against `{first}`, paired by seed:", *[f"- {text}" for text in differences]]
+    return "\n".join([*said, "", *lines, "", *([against[0], "", *against[1:]] if differences else [])]).rstrip() + "\n"
+
+
+def page(text: str, experiments: dict[str, Experiment], stored: Path = STORED) -> str:
+    """The page with every marked table as the stored runs give it. Raises ConfigError for an unknown name."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in experiments:
+            raise ConfigError(
+                f"the page has a table {name}, which no experiment is; there are {', '.join(experiments)}"
+            )
+        return f"{found[1]}{table(experiments[name], read_store(stored, name))}{found[4]}"
+
+    return MARKED.sub(fill, text)
+
+
+def _answered(runs: Sequence[Run]) -> float:
+    arrived = sum(run.metrics["items_arrived"] or 0 for run in runs)
+    return 100 * sum(run.metrics["items_completed"] or 0 for run in runs) / arrived if arrived else 0.0
+
+
+def _relative(runs: dict[int, Run], first: dict[int, Run]) -> Estimate:
+    """Paired difference of the reward, as a share of the other's mean."""
+    pairs = [(runs[seed].metrics["reward.mean"], first[seed].metrics["reward.mean"]) for seed in runs]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    scale = abs(sum(b for _, b in known) / len(known)) if known else 0.0
+    return estimate([(a - b) / scale for a, b in known] if scale and len(known) == len(pairs) else [None])
+
+
+def _percent(difference: Estimate) -> str:
+    if difference.mean is None:
+        return "–"
+    spread = "" if difference.ci95 is None else f" ± {100 * difference.ci95:.1f}"
+    return f"{100 * difference.mean:+.1f}{spread} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="experiments of results.toml (default: all)")
+    parser.add_argument("--look", action="store_true", help="a first look: seeds 0 and 1, runs of 4 s")
+    parser.add_argument("--tables", action="store_true", help="only make the page's tables from what is stored")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder of the runs' records")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
+    asked = parser.parse_args()
+    experiments = read_experiments()
+    for name in asked.names:
+        if name not in experiments:
+            raise ConfigError(f"no experiment {name}; there are {', '.join(experiments)}")
+    chosen = [experiments[name] for name in asked.names or experiments]
+    if asked.look:
+        stored = asked.out.with_name(asked.out.name + "-look")
+        for listed in chosen:
+            look = msgspec.structs.replace(listed, seeds=LOOK_SEEDS, set=(*listed.set, *LOOK_SETTINGS))
+            run(look, stored, stored, asked.workers)
+            print(f"\n{look.name}, a look\n\n{table(look, read_store(stored, look.name))}", flush=True)
+        return
+    if not asked.tables:
+        for experiment in chosen:
+            print(f"{experiment.name}: {run(experiment, STORED, asked.out, asked.workers)} runs made", flush=True)
+    PAGE.write_text(page(PAGE.read_text(), experiments))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SlimError as error:
+        print(f"results: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("results: interrupted; what was finished is stored, the same command goes on", file=sys.stderr)
+        sys.exit(130)

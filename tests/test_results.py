@@ -1,0 +1,75 @@
+"""The results page: its tables are those of the stored runs, and an experiment goes on where it stopped."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.run.provenance import measured_commit
+
+REFERENCE = Path("examples/reference")
+PAGE = Path("docs/reference-cluster.md")
+
+
+@pytest.fixture
+def results(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(REFERENCE), *sys.path])
+    import results
+
+    return results
+
+
+def test_every_table_of_the_page_is_that_of_its_stored_runs(results):
+    text = PAGE.read_text()
+    experiments = results.read_experiments()
+    assert {found[2] for found in results.MARKED.finditer(text)} == set(experiments)
+    fresh = results.page(text, experiments)
+    assert fresh == text, "a table is stale; `python examples/reference/results.py --tables` makes it again"
+
+
+def test_a_changed_table_is_noticed(results):
+    text, experiments = PAGE.read_text(), results.read_experiments()
+    for found in results.MARKED.finditer(text):
+        altered = text[: found.start(3)] + found[3].replace("s", "S", 1) + text[found.end(3) :]
+        assert altered != text
+        assert results.page(altered, experiments) == text
+
+
+def test_a_table_that_no_experiment_makes_is_an_error_with_the_names(results):
+    text = "<!-- results: nobody -->\n<!-- /results -->"
+    with pytest.raises(ConfigError, match=r"nobody.*below"):
+        results.page(text, results.read_experiments())
+
+
+def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(results, tmp_path):
+    config = tmp_path / "cluster.toml"
+    whole = Path("examples/demo/cluster.toml").read_text().replace("../../", f"{Path.cwd()}/")
+    config.write_text(whole)
+    experiment = results.Experiment(
+        name="small",
+        says="Small.",
+        config="cluster.toml",
+        routers=("jsq:0.5", "cost-model:0.5"),
+        seeds=(0, 2),
+        columns="items",
+        set=("workload.duration_s=0.5", "workload.warmup_s=0.05"),
+    )
+    first = msgspec.structs.replace(experiment, seeds=(0, 1))
+    stored, out = tmp_path / "stored", tmp_path / "out"
+    assert results.run(first, stored, out, 1, tmp_path) == 2
+    half = results.table(experiment, results.read_store(stored, "small"), tmp_path)
+    assert "2 of 4 runs are stored" in half
+    assert results.run(experiment, stored, out, 1, tmp_path) == 2  # the other seed alone
+    full = results.table(experiment, results.read_store(stored, "small"), tmp_path)
+    assert full.count("\n| `") == 2
+    store = results.read_store(stored, "small")
+    assert {run.commit for run in store.runs} == {measured_commit(Path())}
+    assert set(store.versions) >= {"python", "slim-scheduler", "numpy"}
+    assert "seeds 0 to 1" in full
+    config.write_text(whole + "\n# a comment changes nothing\n")
+    assert results.run(experiment, stored, out, 1, tmp_path) == 0
+    config.write_text(whole.replace("rate = 200.0", "rate = 210.0"))
+    assert "0 of 4" in results.table(experiment, results.read_store(stored, "small"), tmp_path)
+    assert results.run(experiment, stored, out, 1, tmp_path) == 4
