@@ -200,7 +200,12 @@ FAULTS: dict[str, Callable[[RemoteServer], None]] = {
 
 async def run(address: str, faults: list[str]) -> dict[str, Any]:
     watch, seam = Watch(), LossySeam(np.random.default_rng(11))
-    config = config_of((SLOW, SLOW, SLOW), cluster={"address": address}, dispatch={"no_server_timeout_s": 10.0})
+    config = config_of(
+        (SLOW, SLOW, SLOW),
+        cluster={"address": address},
+        dispatch={"no_server_timeout_s": 10.0},
+        router={"name": "jsq:random+1@0.016", "fallback": "jsq:0.5"},  # about half of the items run again
+    )
     engine = ClusterEngine(config, NETWORK, SHAPE, recorder=watch, seam=seam)
     await engine.start()
     print(json.dumps({name: server.place.process for name, server in engine._host.remotes.items()}), flush=True)

@@ -4,15 +4,18 @@ import json
 import signal
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from slim_scheduler.core.types import Outcome
+from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
 from slim_scheduler.record.summary import summarize
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import build_dispatcher, build_server
 from tests.cli.test_commands import interrupted
-from tests.engine.live import NETWORK, SHAPE, config_of, images
+from tests.engine.live import NETWORK, SHAPE, TOLERANCE, config_of, expected, images
 
 pytest.importorskip("ray")
 
@@ -24,21 +27,29 @@ from slim_scheduler.engine.cluster.engine import ClusterEngine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path):
+@pytest.mark.parametrize("router", ["jsq:random", "jsq:0.25+1@0.016"])
+async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path, router):
+    """The second router lets about half of the items run again: from their pixels, wherever their first pass was."""
     servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8})
-    config = config_of(servers, cluster={"address": "local"})
+    config = config_of(servers, cluster={"address": "local"}, router={"name": router, "fallback": "jsq:0.5"})
     recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
     engine = ClusterEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder)
     await engine.start()
-    items = images(1)
+    items = images(200)
     results = []
-    for _ in range(5):
-        futures = [engine.submit(items, deadline_s=30.0) for _ in range(40)]
+    for turn in range(5):
+        futures = [engine.submit(items[i : i + 1], deadline_s=30.0) for i in range(40 * turn, 40 * turn + 40)]
         results += [await future for future in futures]
     engine.stop_recording()
     await engine.stop(grace_s=0)
     recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router=engine.router_name, seed=7))
     assert {result.outcome for result in results} == {Outcome.ANSWERED}
+    again = sum(result.items[0].passes == 2 for result in results)
+    assert (50 < again < 150) == ("+" in router)
+    for item, result in zip(items, results, strict=True):
+        (ended,) = result.items
+        assert np.allclose(result.logits, expected(item[None], ended.widths), atol=TOLERANCE)
+        assert not ended.other_widths or margin(item, ended.other_widths) < 0.016 + TOLERANCE
 
     machines = {server.name: build_server(engine.config, server.name, SHAPE) for server in config.servers}
     machines["dispatcher"] = build_dispatcher(engine.config, SHAPE, engine.router_name, None, 7)
@@ -47,6 +58,10 @@ async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path):
         assert machines[machine].handle(event, now) == commands, f"step {steps}: {machine} at {now}: {event}"
         steps += 1
     assert steps > 200
+
+
+def margin(item, widths):
+    return float(margins_of(torch.from_numpy(expected(item[None], widths)))[0])
 
 
 def test_the_example_runs_and_every_item_is_answered():

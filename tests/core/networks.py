@@ -63,20 +63,30 @@ def dispatcher(
     credit: int = 8,
     accuracy=None,
     escalation=None,
+    calibration=None,
     **limits,
 ) -> Dispatcher:
-    made = Dispatcher(DispatchLimits(**limits), SHAPE, router or jsq(), jsq(), default_rng(0), accuracy, escalation)
+    made = Dispatcher(
+        DispatchLimits(**limits), SHAPE, router or jsq(), jsq(), default_rng(0), accuracy, escalation, calibration
+    )
     for server in servers:
         made.handle(ServerJoined(server, credit), 0.0)
     return made
 
 
 def request(
-    request_id: int, items: int = 1, at: float = 0.0, deadline: float | None = None, priority: int = 0, **constraints
+    request_id: int,
+    items: int = 1,
+    at: float = 0.0,
+    deadline: float | None = None,
+    priority: int = 0,
+    confidence_floor: float | None = None,
+    anytime: bool = True,
+    **constraints,
 ) -> RequestArrived:
     ids = tuple(range(100 * request_id, 100 * request_id + items))
     asked = Constraints(**constraints) if constraints else None
-    return RequestArrived(Request(request_id, ids, at, deadline, priority, asked))
+    return RequestArrived(Request(request_id, ids, at, deadline, priority, asked, confidence_floor, anytime))
 
 
 def arrive(made: Dispatcher, event: RequestArrived, now: float):

@@ -1,14 +1,16 @@
 """Second passes: which items run again, what becomes of them, and what they are answered with."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.confidence import Calibration, Logistic
 from slim_scheduler.core.dispatch.dispatcher import ANSWER_LEAD
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.core.messages import CancelTasks, RequestCancelled, TasksReturned, TimerFired
-from slim_scheduler.core.router.escalation import FixedEscalation, two_passes
-from slim_scheduler.core.router.plan.choices import Choice, efficient, pairs, uniform
+from slim_scheduler.core.messages import CancelTasks, RequestCancelled, ServerLeft, TasksReturned, TimerFired
+from slim_scheduler.core.router.escalation import Choice, FixedEscalation, two_passes
+from slim_scheduler.core.router.plan.choices import efficient, pairs, uniform
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.router.plan.program import PlanProgram
@@ -122,6 +124,133 @@ def test_a_client_that_cancels_on_the_second_pass_gets_no_answer():
     through(machine, arrive(machine, request(1), 0.0), 0.0, margin=0.0)
     (answer,) = replies(machine.handle(RequestCancelled(1), 4.0))
     assert answer.outcome is Outcome.CANCELLED
+
+
+def test_who_stops_the_engine_answers_with_what_there_is():
+    machine = made()
+    through(machine, arrive(machine, request(1), 0.0), 0.0, margin=0.0)
+    arrive(machine, request(2), 4.0)
+    (first,) = replies(machine.handle(RequestCancelled(1, stopping=True), 4.0))
+    assert (first.outcome, first.items[0].widths, first.items[0].passes) == (Outcome.ANSWERED, NARROW, 1)
+    (other,) = replies(machine.handle(RequestCancelled(2, stopping=True), 4.0))
+    assert (other.outcome, other.reason) == (Outcome.CANCELLED, "the engine is stopping")
+
+
+def test_a_server_lost_in_the_second_pass_is_made_up_for_and_nobody_is_refused():
+    machine = made(servers=("a", "b"), no_server_timeout=5.0)
+    (block,) = sent(through(machine, arrive(machine, request(1), 0.0), 0.0, margin=0.0))
+    commands = machine.handle(ServerLeft(block.server, "its process died"), 4.0)
+    (other,) = sent(commands)
+    assert (other.server, other.segment, other.exact) == ({"a": "b", "b": "a"}[block.server], 0, True)
+    assert not replies(machine.handle(ServerLeft(other.server, "its process died"), 4.5))
+    (answer,) = replies(machine.handle(TimerFired(), 10.0))
+    assert (answer.outcome, answer.items[0].widths, answer.items[0].passes) == (Outcome.ANSWERED, NARROW, 1)
+
+
+def test_the_cost_of_either_pass_is_told():
+    machine = made()
+    commands = through(machine, arrive(machine, request(1), 0.0), 0.0, margin=0.2)
+    (block,) = sent(commands)
+    commands = machine.handle(msgspec.structs.replace(done(block, 4.0), energy_j=2.0), 4.0)
+    (item,) = replies(machine.handle(RequestCancelled(1, stopping=True), 4.5))[0].items
+    assert (item.compute_s, item.other_compute_s) == pytest.approx((0.04, 0.01))
+    assert (item.energy_j, item.other_energy_j) == (2.0, 2.0), "the first has no energy that is known"
+    commands = through(machine, arrive(machine, request(2), 5.0), 5.0, margin=0.2)
+    (item,) = replies(through(machine, commands, 8.0, margin=0.2))[0].items
+    assert (item.compute_s, item.other_compute_s) == pytest.approx((0.06, 0.03))
+
+
+# ---- confidence floors: a margin of 0.5 is a confidence of about 0.75
+
+EVEN = Calibration(dict.fromkeys((0.25, 0.5, 0.75, 1.0), Logistic(1.0, 0.0)), "held-out")
+
+
+def floored(**limits):
+    return dispatcher(calibration=EVEN, **limits)
+
+
+def test_an_answer_below_the_confidence_floor_runs_again_at_the_widest():
+    machine = floored()
+    assert machine.wants_margins
+    assert replies(through(machine, arrive(machine, request(1, confidence_floor=0.74), 0.0), 0.0, margin=0.5))
+    commands = through(machine, arrive(machine, request(2, confidence_floor=0.75), 0.0), 0.0, margin=0.49)
+    (answer,) = replies(through(machine, commands, 3.0, margin=0.1))
+    (item,) = answer.items
+    assert (item.widths, item.passes, item.margin) == (WIDE, 2, 0.1), "the widest has answered"
+    commands = arrive(machine, request(3, confidence_floor=1.0, widths=WIDE), 9.0)
+    assert replies(through(machine, commands, 9.0, margin=0.1))[0].items[0].passes == 1
+
+
+def test_fixed_widths_are_those_of_the_first_pass_where_there_is_a_confidence_floor():
+    machine = floored()
+    quarter = (0.25,) * SEGMENTS
+    commands = arrive(machine, request(1, confidence_floor=0.9, widths=quarter), 0.0)
+    (item,) = replies(through(machine, through(machine, commands, 0.0, margin=0.2), 3.0, margin=0.9))[0].items
+    assert (item.widths, item.other_widths) == (WIDE, quarter)
+
+
+def test_a_confidence_floor_decides_instead_of_the_routers_plan():
+    machine = dispatcher(calibration=EVEN, escalation=FixedEscalation(WIDE, 1.0))
+    commands = arrive(machine, request(1, confidence_floor=0.6), 0.0)
+    assert replies(through(machine, commands, 0.0, margin=0.4))[0].items[0].passes == 1
+
+
+def test_a_confidence_floor_needs_a_calibration():
+    (answer,) = replies(dispatcher().handle(request(1, confidence_floor=0.5), 0.0))
+    assert (answer.outcome, answer.retry_after) == (Outcome.REJECTED, None)
+    assert answer.reason.startswith("confidence_floor needs a model whose answers were measured; run `slim accuracy`")
+
+
+def test_who_wants_no_answer_below_the_floor_gets_none_at_the_deadline():
+    machine = floored()
+    for number, anytime in ((1, True), (2, False)):
+        event = request(number, at=10.0 * number, deadline=10.0 * number + 6.5, confidence_floor=0.9, anytime=anytime)
+        through(machine, arrive(machine, event, 10.0 * number), 10.0 * number, margin=0.2)
+        early = replies(machine.handle(TimerFired(), 10.0 * number + 6.5 - ANSWER_LEAD))
+        (answer,) = early or replies(machine.handle(TimerFired(), 10.0 * number + 6.5))
+        assert answer.outcome is (Outcome.ANSWERED if anytime else Outcome.EXPIRED)
+        assert bool(early) == anytime
+
+
+# ---- accuracy floors count on plans: narrow 0.6, wide 0.9, and narrow with the half that is unsure again 0.85
+
+
+class Measured:
+    def top1(self, widths):
+        return {NARROW: 0.6, WIDE: 0.9}.get(widths, 0.3)
+
+
+PAIRS = (Choice(NARROW, 0.85, WIDE, 0.5, 0.5), Choice(NARROW, 0.8, WIDE, 0.3, 0.3))
+
+
+def test_an_accuracy_floor_leaves_widths_that_reach_it_in_two_passes():
+    def widths(floor, pairs):
+        machine = dispatcher(accuracy=Measured(), escalation=FixedEscalation(WIDE, 0.5, pairs))
+        return sent(arrive(machine, request(1, accuracy_floor=floor), 0.0))[0].width
+
+    assert widths(0.7, ()) == 1.0
+    assert widths(0.7, PAIRS) == 0.5, "which the router prefers"
+    assert widths(0.86, PAIRS) == 1.0
+
+
+@pytest.mark.parametrize(("floor", "margin", "passes"), [(0.7, 0.29, 2), (0.7, 0.3, 1), (0.82, 0.4, 2), (0.6, 0.0, 1)])
+def test_the_cheapest_plan_that_meets_an_accuracy_floor_says_who_runs_again(floor, margin, passes):
+    machine = dispatcher(accuracy=Measured(), escalation=FixedEscalation(WIDE, 0.5, PAIRS))
+    commands = through(machine, arrive(machine, request(1, accuracy_floor=floor), 0.0), 0.0, margin)
+    if passes == 2:
+        commands = through(machine, commands, 3.0, margin)
+    assert replies(commands)[0].items[0].passes == passes
+
+
+def test_who_was_led_off_the_plan_of_an_accuracy_floor_runs_again_at_the_widest():
+    machine = dispatcher(accuracy=Measured(), escalation=FixedEscalation(WIDE, 0.5, PAIRS))
+    commands = arrive(machine, request(1, accuracy_floor=0.7), 0.0)
+    for segment, width in enumerate((0.5, 0.75, 0.75)):  # a wider instance was free
+        (block,) = sent(commands)
+        margins = (0.99,) if segment == SEGMENTS - 1 else ()
+        commands = machine.handle(done(block, segment + 1.0, width=width, margins=margins), segment + 1.0)
+    (item,) = replies(through(machine, commands, 3.0, margin=0.9))[0].items
+    assert (item.widths, item.passes) == (WIDE, 2)
 
 
 def test_two_passes_are_written_with_a_plus():

@@ -2,12 +2,12 @@
 
 import torch
 
-from slim_scheduler.core.types import Task
+from slim_scheduler.core.types import ItemOutcome, Outcome, Task
 from slim_scheduler.engine.activations import Ledger, gather, runs
 
 
-def task(task_id: int, item: int, segment: int) -> Task:
-    return Task(task_id, item, segment, None, None, 0.0, None, 0)
+def task(task_id: int, item: int, segment: int, again: bool = False) -> Task:
+    return Task(task_id, item, segment, None, None, 0.0, None, 0, again=again)
 
 
 def test_rows_side_by_side_are_one_view_of_the_batch():
@@ -77,3 +77,34 @@ def test_an_item_that_ended_is_not_computed_and_its_rows_are_gone():
     assert [t.item for t in ledger.inputs(attempts)[0]] == [11]
     ledger.forget([11])
     assert ledger.held_bytes == 0
+
+
+# ---- second passes: item 10, an ordinary network of one segment or the last of two; `again` marks the second pass
+
+
+def ended(item: int, passes: int) -> ItemOutcome:
+    return ItemOutcome(item, Outcome.ANSWERED, (1.0,), ("a",), 0.0, 0.0, passes=passes)
+
+
+def ran(ledger: Ledger, attempt: Task, value: float) -> None:
+    ledger.sent([attempt])
+    ledger.store([attempt], torch.full((1, 1), value))
+
+
+def test_a_first_pass_tried_again_after_it_had_run_is_answered_with_what_ran_last():
+    ledger = Ledger()
+    ledger.add((10,), torch.zeros(1, 1))
+    ran(ledger, task(1, 10, 0), 1.0)  # the server was lost before it could say so
+    ran(ledger, task(2, 10, 0), 2.0)
+    assert ledger.results([ended(10, passes=1)]) == 2.0
+
+
+def test_a_second_pass_keeps_the_answer_of_the_first_however_often_it_is_tried():
+    ledger = Ledger()
+    ledger.add((10,), torch.zeros(1, 1))
+    ran(ledger, task(1, 10, 0), 1.0)
+    ran(ledger, task(2, 10, 0, again=True), 2.0)
+    ledger.sent([task(3, 10, 0, again=True)])
+    assert ledger.results([ended(10, passes=1)]) == 1.0, "the second never came to its end"
+    ledger.store([task(3, 10, 0, again=True)], torch.full((1, 1), 3.0))
+    assert ledger.results([ended(10, passes=2)]) == 3.0

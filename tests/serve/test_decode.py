@@ -114,6 +114,11 @@ def test_constraints_are_read(card, images):
     assert decoded(card, body, length).asked == Asked(0.02, 0.9, (0.5, 0.5, 0.5, 0.5), 2)
 
 
+def test_how_sure_an_answer_must_be_is_read(card, images):
+    body, length = binary(images, parameters={"confidence_floor": "0.8", "anytime": False})
+    assert decoded(card, body, length).asked == Asked(confidence_floor=0.8, anytime=False)
+
+
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
@@ -130,6 +135,8 @@ def test_constraints_are_read(card, images):
         ({"deadline_ms": 10**400}, "a number"),
         ({"timeout": 1.5}, "whole number"),
         ({"accuracy_floor": 1.5}, "from 0 to 1"),
+        ({"confidence_floor": -0.1}, "from 0 to 1"),
+        ({"anytime": 1}, "true or false"),
         ({"priority": -1}, "priority is -1"),
         ({"priority": 2**64}, "from 0 to 1000"),
         ({"width": 0.6}, "available: 0.25, 0.5, 0.75, 1"),

@@ -34,6 +34,8 @@ def test_logits_as_json_with_the_cost(card):
         "compute_ms": 2.0,
         "energy_source": "counter",
         "energy_j": 0.5,
+        "passes": 1,
+        "item_passes": "1",
     }
     assert document["outputs"][0]["shape"] == [2, 10]
     assert np.array_equal(np.float32(document["outputs"][0]["data"]).reshape(2, 10), LOGITS)
@@ -44,6 +46,19 @@ def test_items_that_went_different_ways_are_told_apart(card):
     document, _ = encoded(card, answer, OutputForm())
     assert document["parameters"]["widths"] == "0.5,1;1,1"
     assert document["parameters"]["servers"] == "a,b;b,b"
+
+
+def test_what_ran_twice_says_how_sure_it_is_and_what_either_pass_cost(card):
+    twice = ItemOutcome(
+        1, Outcome.ANSWERED, (1.0, 1.0), ("b", "b"), 0.001, 0.003, 0.75, "", 2, 0.5, (0.5, 1.0), 0.002, 0.25
+    )
+    document, _ = encoded(card, Answer(LOGITS, (ALIKE[0], twice), "counter", confidence=(0.91, 0.875)), OutputForm())
+    told = document["parameters"]
+    assert (told["passes"], told["confidence"]) == (2, 0.875)
+    assert (told["item_passes"], told["item_confidence"]) == ("1;2", "0.9100;0.8750")
+    assert (told["widths"], told["other_widths"]) == ("0.5,1;1,1", ";0.5,1")
+    assert (told["compute_ms"], told["other_compute_ms"]) == (3.0, 2.0)
+    assert (told["energy_j"], told["other_energy_j"]) == (1.0, 0.25)
 
 
 def test_energy_that_nobody_measured_is_left_out(card):

@@ -132,6 +132,7 @@ def load(
     model: Annotated[str | None, typer.Option(help="Model; the server's first by default.")] = None,
     deadline_ms: Annotated[float | None, typer.Option(help="Deadline of each request; counts for goodput.")] = None,
     accuracy_floor: Annotated[float | None, typer.Option(help="Least expected accuracy, 0 to 1.")] = None,
+    confidence_floor: Annotated[float | None, typer.Option(help="Less sure answers run again, 0 to 1.")] = None,
     width: Annotated[float | None, typer.Option(help="One width for all segments.")] = None,
     connections: Annotated[int, typer.Option(min=1, help="Most connections in open loop; opened as needed.")] = 4000,
     token: Annotated[str | None, typer.Option(help="The server's token; better in SLIM_TOKEN.")] = None,
@@ -146,7 +147,9 @@ def load(
     from slim_scheduler.client.load import load as run
     from slim_scheduler.serve.access import token_from_environment
 
-    constraints = Constraints(deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, width=width)
+    constraints = Constraints(
+        deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, confidence_floor=confidence_floor, width=width
+    )
     print(f"load on {url} for {warmup + duration:g} s ...", file=sys.stderr, flush=True)
     result = run(
         url,

@@ -33,7 +33,8 @@ class Prediction(msgspec.Struct, frozen=True):
     """The answer to one request. `logits` is float32 `(items, classes)`; times in milliseconds, energy in joules.
 
     `widths` and `servers` have one entry per segment, items that went different ways separated by `;`. `unmet` names
-    a constraint that was given up because `unmet="answer"` preferred an answer.
+    a constraint that was given up because `unmet="answer"` preferred an answer. `passes` is the most of any item,
+    `confidence`, in [0, 1], the least; `other_` is of the passes that did not answer. docs/http.md has all of them.
     """
 
     logits: npt.NDArray[np.float32]
@@ -44,6 +45,13 @@ class Prediction(msgspec.Struct, frozen=True):
     energy_source: str
     energy_j: float | None = None
     unmet: str = ""
+    passes: int = 1
+    confidence: float | None = None
+    item_passes: str = ""
+    item_confidence: str = ""
+    other_widths: str = ""
+    other_compute_ms: float = 0.0
+    other_energy_j: float | None = None
 
     @property
     def classes(self) -> npt.NDArray[np.int64]:
@@ -56,6 +64,8 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     deadline_ms: float | None = None
     accuracy_floor: float | None = None
+    confidence_floor: float | None = None
+    anytime: bool = True
     width: float | None = None
     widths: tuple[float, ...] | None = None
     priority: int = 0
@@ -221,6 +231,13 @@ class _Cost(msgspec.Struct):
     energy_source: str
     energy_j: float | None = None
     unmet: str = ""
+    passes: int = 1
+    confidence: float | None = None
+    item_passes: str = ""
+    item_confidence: str = ""
+    other_widths: str = ""
+    other_compute_ms: float = 0.0
+    other_energy_j: float | None = None
 
     def with_logits(self, logits: npt.NDArray[np.float32]) -> Prediction:
         return Prediction(logits, **msgspec.structs.asdict(self))

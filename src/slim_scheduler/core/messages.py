@@ -69,9 +69,10 @@ class FrontTurned(Message, frozen=True, gc=False):
 
 
 class RequestCancelled(Message, frozen=True, gc=False):
-    """The client went away or asked to stop."""
+    """The client went away or asked to stop. `stopping`: the engine ends; who has an answer gets it."""
 
     request_id: RequestId
+    stopping: bool = False
 
 
 class BatchReported(Message, frozen=True, gc=False):

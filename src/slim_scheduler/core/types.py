@@ -53,7 +53,9 @@ class Constraints(msgspec.Struct, frozen=True, gc=False):
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One or more items that arrive together and are answered together.
 
-    `arrival` is the intended arrival; `deadline` a point in time, not a duration. Priority 0 is the most urgent.
+    `arrival` is the intended arrival; `deadline` a point in time, not a duration. Priority 0 is the most urgent. An
+    item whose answer is less sure than `confidence_floor`, in [0, 1], runs again at the widest. Where that does not
+    come to its end, its first answer is given if `anytime`.
     """
 
     request_id: RequestId
@@ -62,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     deadline: Seconds | None = None
     priority: int = 0
     constraints: Constraints | None = None
+    confidence_floor: float | None = None
+    anytime: bool = True
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +73,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
 
     `task_id` is new for every attempt, so an answer to an attempt that was given up is recognised and dropped.
     `home` is the server that holds the activation (None: the input, at the dispatcher). `arrival`, where given, is its
-    item's, and its place in every queue.
+    item's, and its place in every queue. `again`: it is of its item's second pass.
     """
 
     task_id: TaskId
@@ -81,6 +85,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     deadline: Seconds | None
     priority: int
     arrival: Seconds | None = None
+    again: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -128,7 +133,7 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     `queue_s` is everything between arrival and end that was not `compute_s` (the durations of its batches).
     `energy_j` is its share of its batches' energy, None where no source gives it. Times and energy are of all passes;
     `widths` and `servers` of the pass that answered, the `passes`-th, and `margin` is its answer's, where it was told.
-    `other_widths` are those of the pass that did not answer.
+    What begins with `other_` is of the pass that did not answer, where there was one.
     """
 
     item: ItemId
@@ -142,3 +147,6 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     passes: int = 1
     margin: float | None = None
     other_widths: WidthTuple = ()
+    other_compute_s: Seconds = 0.0
+    other_energy_j: Joules | None = None
+    other_margin: float | None = None

@@ -21,8 +21,8 @@ class ItemState:
     """What the host keeps of one item on its way: its input, its newest output, and its newest attempt.
 
     `done` is the segment that made `output`, -1 before the first. The input stays until the item ends, because an item
-    whose activation is lost begins again, and so does one that runs a second time. `answer` is the newest output that
-    was followed by another pass.
+    whose activation is lost begins again, and so does one that runs a second time. `answer` is the first pass's, once
+    the second has begun.
     """
 
     __slots__ = ("answer", "done", "input", "output", "task")
@@ -42,11 +42,9 @@ class ItemState:
 
 
 class Ledger:
-    """Rows of all items in flight. Only the newest attempt of an item may read or write. `last`: the segment whose
-    output is an answer, and is kept while the item runs again."""
+    """Rows of all items in flight. Only the newest attempt of an item may read or write."""
 
-    def __init__(self, last: int | None = None) -> None:
-        self._last = last
+    def __init__(self) -> None:
         self._items: dict[ItemId, ItemState] = {}
         self._answers: tuple[Tensor | None, npt.NDArray[np.float32]] = None, np.empty(0, np.float32)
 
@@ -65,7 +63,7 @@ class Ledger:
             if state is not None:
                 state.task = task.task_id
                 if state.done != task.segment - 1:
-                    if task.segment == 0 and state.done == self._last:
+                    if task.again and state.answer is None:
                         state.answer = state.output
                     state.output, state.done = None, -1
 

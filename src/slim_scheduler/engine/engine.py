@@ -30,11 +30,9 @@ from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import (
     Bytes,
-    Constraints,
     ItemId,
     ItemOutcome,
     Outcome,
-    Request,
     RequestId,
     Seconds,
     ServerName,
@@ -52,7 +50,7 @@ from slim_scheduler.engine.automatic import with_fastest_devices
 from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.executor import Job
-from slim_scheduler.engine.inputs import Normalization, check_constraints, checked
+from slim_scheduler.engine.inputs import Limits, Normalization, checked
 from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.engine.timeline import Timelines, Visit
@@ -193,7 +191,7 @@ class SlimEngine:
         if futures and grace_s > 0:
             await asyncio.wait(futures, timeout=grace_s)
         for request_id in list(self._waiting):
-            self._host.tell_dispatcher(RequestCancelled(request_id))
+            self._host.tell_dispatcher(RequestCancelled(request_id, stopping=True))
         if self._sampler is not None:
             self._sampler.cancel()
         await self._host.stop()
@@ -217,16 +215,22 @@ class SlimEngine:
         priority: int = 0,
         widths: Sequence[float] | None = None,
         accuracy_floor: float | None = None,
+        confidence_floor: float | None = None,
+        anytime: bool = True,
         timeline: bool = False,
         offer: Offer | None = None,
     ) -> InferenceResult:
         """Answers (n, channels, height, width), float32 (normalised) or uint8 (raw pixels), with logits (n, classes).
 
+        Items less sure than `confidence_floor` run again at the widest. Where that is not done by the deadline, the
+        first answer is given if `anytime`.
+
         Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
         be served. Cancelling the awaiting task cancels the request. With `timeline` the result says where the time of
         every item went, segment by segment. `offer` is the request's, where it was offered.
         """
-        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, None, timeline, offer)
+        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
+        request_id, future = self._submit(items, limits, None, timeline, offer)
         try:
             return await future
         except asyncio.CancelledError:
@@ -241,30 +245,30 @@ class SlimEngine:
         priority: int = 0,
         widths: Sequence[float] | None = None,
         accuracy_floor: float | None = None,
+        confidence_floor: float | None = None,
+        anytime: bool = True,
         arrival: Seconds | None = None,
     ) -> "asyncio.Future[InferenceResult]":
         """`infer` without waiting; cancel the future to cancel the request.
 
         `arrival` is the intended arrival on the engine's clock (`now`), which latency and deadline count from.
         """
-        request_id, future = self._submit(items, deadline_s, priority, widths, accuracy_floor, arrival)
+        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
+        request_id, future = self._submit(items, limits, arrival)
         future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
         return future
 
     def _submit(
         self,
         items: npt.NDArray[Any],
-        deadline_s: Seconds | None,
-        priority: int,
-        widths: Sequence[float] | None,
-        accuracy_floor: float | None,
+        limits: Limits,
         arrival: Seconds | None,
         timeline: bool = False,
         offer: Offer | None = None,
     ) -> "tuple[RequestId, asyncio.Future[InferenceResult]]":
         if self._loop is None:
             raise SlimError("the engine is not running; await engine.start() first")
-        exact: WidthTuple | None = check_constraints(self.shape, widths, accuracy_floor, deadline_s, priority)
+        limits = limits.checked(self.shape)
         inputs = checked(items, self.shape, self._normalization)
         if offer is None or not offer.open or offer.owner is not self:  # its owner may have been replaced
             offer = self._number(len(inputs))
@@ -275,12 +279,10 @@ class SlimEngine:
             future.set_result(InferenceResult(None, Outcome.REJECTED, reason="the engine is stopping"))
             return request_id, future
         now = self.now() if arrival is None else arrival
-        constraints = None if exact is None and accuracy_floor is None else Constraints(exact, accuracy_floor)
-        deadline = None if deadline_s is None else now + deadline_s
         self._waiting[request_id] = Waiting(ids, future, timeline)
         if timeline:
             self._timelines.follow(ids)
-        self._host.arrive(Request(request_id, tuple(ids), now, deadline, priority, constraints), inputs)
+        self._host.arrive(limits.request(request_id, ids, now), inputs)
         return request_id, future
 
     def _number(self, items: int) -> Offer:
@@ -299,6 +301,8 @@ class SlimEngine:
         priority: int = 0,
         widths: WidthTuple | None = None,
         accuracy_floor: float | None = None,
+        confidence_floor: float | None = None,
+        anytime: bool = True,
         waited: Seconds = 0.0,
     ) -> Offer:
         """Asks whether a request of so many items, read `waited` seconds ago, may come in.
@@ -310,11 +314,9 @@ class SlimEngine:
             offer.open, offer.refused = False, ("the engine is stopping", 1.0)
             return offer
         read = self.now() - waited
-        deadline = None if deadline_s is None else read + deadline_s
-        constraints = None if widths is None and accuracy_floor is None else Constraints(widths, accuracy_floor)
+        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
         self._offered = offer
-        request = Request(offer.request_id, tuple(offer.items), read, deadline, priority, constraints)
-        self._host.tell_of_offers(RequestOffered(request))
+        self._host.tell_of_offers(RequestOffered(limits.request(offer.request_id, offer.items, read)))
         self._offered = None
         return offer
 
@@ -424,7 +426,7 @@ class SlimEngine:
                 self._finished,
                 devices.get(server.name),
                 on_loop=True,
-                margins=dispatcher.escalates,
+                margins=dispatcher.wants_margins,
             )
             for server in self.config.servers
         }

@@ -18,7 +18,7 @@ from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
 
 _encode = msgspec.json.Encoder().encode
 ANSWER_BYTES = 1024  # names, sizes and costs
-ITEM_BYTES = 128  # an item's widths and servers
+ITEM_BYTES = 256  # an item's widths and servers, of both passes
 VISIT_BYTES = 256  # one segment of an item in a timeline
 NUMBER_BYTES = 24  # of a float32 as JSON, at most
 LABEL_BYTES = 64  # of `value:index:` and what encloses it, at most; a label's characters take up to 4
@@ -26,13 +26,15 @@ LABEL_BYTES = 64  # of `value:index:` and what encloses it, at most; a label's c
 
 class Answer(msgspec.Struct, frozen=True):
     """What the engine gave for a call: logits `(items, classes)` float32, each item's end, where its energy was read,
-    which constraint was given up because the client preferred an answer, and the way of each item, if asked for."""
+    which constraint was given up because the client preferred an answer, the way of each item, if asked for, and how
+    sure each answer is, in [0, 1], where that was calibrated."""
 
     logits: np.ndarray[Any, Any]
     items: tuple[ItemOutcome, ...]
     energy_source: str = "none"
     unmet: str = ""
     timeline: tuple[Visit, ...] = ()
+    confidence: tuple[float, ...] = ()
 
 
 def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple[bytes, int | None]:
@@ -86,10 +88,11 @@ def answer_size(call: InferenceCall, card: ModelCard) -> int:
 
 
 def cost_of(answer: Answer) -> dict[str, str | float]:
-    """The response parameters: widths and servers per segment, times in ms, energy.
+    """The response parameters: widths and servers per segment, times in ms, energy, passes and confidence.
 
     Items that went different ways are separated by `;`. Times are the slowest item's, energy the sum of all, and left
-    out where no device says.
+    out where no device says; `passes` is the most of any item, `confidence` the least. What begins with `other_` is of
+    the passes that did not answer, `compute_ms` and `energy_j` are of all.
     """
     items = answer.items
     energy = [item.energy_j for item in items if item.energy_j is not None]
@@ -102,6 +105,19 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     }
     if energy:
         cost["energy_j"] = sum(energy)
+    cost["passes"] = max([item.passes for item in items])
+    if answer.confidence:
+        cost["confidence"] = round(min(answer.confidence), 4)
+    if len(items) > 1:
+        cost["item_passes"] = _either([str(item.passes) for item in items])
+        if answer.confidence:
+            cost["item_confidence"] = _either([f"{confidence:.4f}" for confidence in answer.confidence])
+    twice = [item for item in items if item.other_widths]
+    if twice:
+        cost["other_widths"] = _either([spelled(item.other_widths) for item in items])
+        cost["other_compute_ms"] = round(max([item.other_compute_s for item in twice]) * 1e3, 3)
+        if energy:
+            cost["other_energy_j"] = sum([item.other_energy_j or 0.0 for item in twice])
     if answer.unmet:
         cost["unmet"] = answer.unmet
     if answer.timeline:

@@ -202,7 +202,7 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
     energy = CounterMetricFamily("slim_items_energy_joules", "Energy that answered items took.", labels=["model"])
     accuracy = GaugeMetricFamily(
         "slim_expected_accuracy",
-        "Mean accuracy that the answered items' widths were measured to have.",
+        "Mean chance that answers are right: of their confidence, else as their widths were measured.",
         labels=["model"],
     )
     not_finite = CounterMetricFamily(
@@ -210,15 +210,19 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
         "Items whose output was NaN or infinite; they are among those that failed.",
         labels=["model"],
     )
+    again = CounterMetricFamily("slim_second_passes", "Answered items that ran again.", labels=["model"])
+    margins = HistogramMetricFamily("slim_first_pass_margin", "Margins of first passes, 0 to 1.", labels=["model"])
     for one in served:
         observer, model = one.observer, one.card.name
+        again.add_metric([model], observer.second_passes)
+        margins.add_metric([model], observer.margins.cumulative(), observer.margins.total)
         not_finite.add_metric([model], observer.not_finite)
         for widths, count in observer.width_items.items():
             tuples.add_metric([model, widths], count)
         energy.add_metric([model], observer.items_energy)
         if observer.accuracy_known:
             accuracy.add_metric([model], observer.accuracy_sum / observer.accuracy_known)
-    yield from (tuples, energy, accuracy, not_finite)
+    yield from (tuples, energy, accuracy, not_finite, again, margins)
 
 
 def _triton(served: list[Served]) -> Iterator[Metric]:

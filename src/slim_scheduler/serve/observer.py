@@ -18,10 +18,11 @@ from slim_scheduler.core.messages import (
     StartBatch,
     UnloadInstance,
 )
-from slim_scheduler.core.types import Outcome, Seconds, ServerName, Width
+from slim_scheduler.core.types import ItemOutcome, Outcome, Seconds, ServerName, Width
 
 # Seconds; a digit-sized network answers in 1 ms, an overloaded CIFAR network in some seconds.
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MARGIN_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SIZE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 REASONS_KEPT = 8
 Place = tuple[int, Width, ServerName]
@@ -77,6 +78,8 @@ class Observer:
         self.accuracy_sum = 0.0
         self.accuracy_known = 0
         self.width_items: dict[str, int] = {}
+        self.second_passes = 0
+        self.margins = Histogram(MARGIN_BOUNDS)  # of first passes
 
     # ---- the engine's side
 
@@ -138,13 +141,18 @@ class Observer:
         if outcome is Outcome.ANSWERED:
             self.recent.append((now, seconds))
 
-    def item(self, widths: str, queue: Seconds, compute: Seconds, energy: float | None, accuracy: float | None) -> None:
-        """An item was answered at a width tuple, with the accuracy that this tuple is expected to have."""
+    def item(self, ended: ItemOutcome, widths: str, accuracy: float | None) -> None:
+        """An item was answered at a width tuple. `accuracy`: the chance that it is right."""
         self.items_answered += 1
-        self.queue_seconds += queue
-        self.compute_seconds += compute
-        self.items_energy += energy or 0.0
+        self.queue_seconds += ended.queue_s
+        self.compute_seconds += ended.compute_s
+        self.items_energy += ended.energy_j or 0.0
         self.width_items[widths] = self.width_items.get(widths, 0) + 1
+        if ended.other_widths:
+            self.second_passes += 1
+        margin = ended.margin if ended.passes == 1 else ended.other_margin
+        if margin is not None:
+            self.margins.add(margin)
         if accuracy is not None:
             self.accuracy_sum += accuracy
             self.accuracy_known += 1

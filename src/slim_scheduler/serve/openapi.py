@@ -18,8 +18,12 @@ send `Inference-Header-Content-Length` with the length of the JSON. Length 0 mea
 Outputs come back so with `binary_data`, or `binary_data_output` for all. Bodies may be compressed with gzip or deflate.
 
 More request parameters: `deadline_ms` (above 0; what is not done by then is refused with 503), `timeout` (the same in
-microseconds), `accuracy_floor` (0 to 1; one that no widths reach is refused with 400), `widths` (one per segment,
-comma-separated, instead of `width`)."""
+microseconds), `accuracy_floor` (0 to 1; one that nothing reaches is refused with 400), `widths` (one per segment,
+comma-separated, instead of `width`).
+
+`confidence_floor` (0 to 1): an item whose answer is less sure runs again at the widest. With a deadline the first
+answer is given where the second does not come in time, unless `anytime` is false. The response says `confidence` and
+`passes`; a model without measured confidence refuses the floor with 400."""
 
 Schema = dict[str, Any]
 # Parameters that nobody here knows are ignored, if they are of a kind that the protocol has.
@@ -41,7 +45,8 @@ def document(served: list[Served], version: str) -> Schema:
     schemas = dict(SCHEMAS)
     for one in served:
         card = one.card
-        schemas[f"Infer_{card.name}"] = _infer_schema(card)
+        calibrated = one.accuracy is not None and one.accuracy.calibration is not None
+        schemas[f"Infer_{card.name}"] = _infer_schema(card, calibrated)
         for prefix, parameters in _prefixes(card):
             paths[prefix] = _with(parameters, get=_get("Model metadata", "ModelMetadata", unknown=True))
             paths[prefix + "/ready"] = _with(parameters, get=_get("Whether the model is servable", "Ready", True, True))
@@ -108,7 +113,7 @@ def _infer(card: ModelCard) -> Schema:
     return {"summary": "Inference", "description": INFER_TEXT, "requestBody": body, "responses": responses}
 
 
-def _infer_schema(card: ModelCard) -> Schema:
+def _infer_schema(card: ModelCard, calibrated: bool) -> Schema:
     def tensor(datatype: str, number: Schema) -> Schema:
         elements = card.item_elements
         shape = [1, *card.item_shape]
@@ -129,7 +134,10 @@ def _infer_schema(card: ModelCard) -> Schema:
         "priority": {"type": ["integer", "null"], "minimum": 0, "maximum": LOWEST_PRIORITY},
         "unmet": {"enum": ["refuse", "answer"]},
         "timeline": {"type": "boolean"},
+        "anytime": {"type": "boolean"},
     }
+    if calibrated:
+        parameters["confidence_floor"] = {"type": ["number", "null"], "minimum": 0, "maximum": 1}
     wished: Schema = {
         "binary_data": {"type": "boolean"},
         "classification": {"type": "integer", "minimum": 0, "maximum": MOST_LABELS},

@@ -19,8 +19,8 @@ from slim_scheduler.serve.refusal import invalid, quote
 
 # All request parameters that mean something here; any other is refused, because a misspelt limit is no limit.
 REQUEST = (
-    "accuracy_floor", "binary_data_output", "deadline_ms", "priority", "sequence_end", "sequence_id", "sequence_start",
-    "timeline", "timeout", "unmet", "width", "widths",
+    "accuracy_floor", "anytime", "binary_data_output", "confidence_floor", "deadline_ms", "priority", "sequence_end",
+    "sequence_id", "sequence_start", "timeline", "timeout", "unmet", "width", "widths",
 )  # fmt: skip
 OUTPUT_FORMS = ("binary_data", "classification")
 RESERVED = "triton_"  # Triton's own clients may send parameters that begin so; they mean nothing here
@@ -39,7 +39,8 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 
     `deadline` is a duration from the request's arrival. `unmet` says what to do with a floor or widths that cannot be
     had: refuse, or answer as near as possible and say so. `replaced`: `widths` are the nearest to what was asked.
-    `timeline`: the answer says where the time of each item went.
+    `timeline`: the answer says where the time of each item went. `confidence_floor`: items whose answer is less sure
+    run again at the widest; where that is not done by the deadline, `anytime` takes the first answer.
     """
 
     deadline: Seconds | None = None
@@ -49,6 +50,8 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     unmet: Literal["refuse", "answer"] = "refuse"
     timeline: bool = False
     replaced: bool = False
+    confidence_floor: float | None = None
+    anytime: bool = True
 
 
 class OutputForm(msgspec.Struct, frozen=True, gc=False):
@@ -87,6 +90,8 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
         unmet=unmet,  # type: ignore[arg-type]
         timeline=_flag(parameters, "timeline"),
         replaced=served != widths,
+        confidence_floor=_number(parameters, "confidence_floor", 0.0, 1.0),
+        anytime=_flag(parameters, "anytime", True),
     )
 
 
@@ -134,8 +139,8 @@ def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:
     return tuple([min(card.widths, key=lambda served, asked=asked: abs(served - asked)) for asked in widths])  # type: ignore[misc]
 
 
-def _flag(parameters: Mapping[str, Parameter], name: str) -> bool:
-    value = parameters.get(name, False)
+def _flag(parameters: Mapping[str, Parameter], name: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise invalid(f"{name} is {quote(value)}; it must be true or false")
     return value

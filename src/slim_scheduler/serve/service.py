@@ -7,6 +7,7 @@ knows no transport.
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from enum import Enum
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError, InputError
-from slim_scheduler.core.types import NOT_FINITE, Outcome
+from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.encode import Answer, answer_size, spelled
 from slim_scheduler.serve.limits import Limits
@@ -86,6 +87,8 @@ class Service:
             priority=asked.priority,
             widths=asked.widths,
             accuracy_floor=asked.accuracy_floor,
+            confidence_floor=asked.confidence_floor,
+            anytime=asked.anytime,
             waited=waited,
         )
         if offer.refused is not None:
@@ -125,9 +128,11 @@ class Service:
             outcome = result.outcome
             if outcome is not Outcome.ANSWERED:
                 raise _refusal(outcome, result.reason, result.retry_after)
-            self._account(served, result.items)
+            confidence = _confidence(served, result.items)
+            self._account(served, result.items, confidence)
             assert result.logits is not None
-            return Answer(result.logits, result.items, _energy_source(served, result.items), unmet, result.timeline)
+            source = _energy_source(served, result.items)
+            return Answer(result.logits, result.items, source, unmet, result.timeline, confidence)
         finally:
             now = time.monotonic()
             served.observer.finished(outcome, now - began, now)
@@ -144,11 +149,11 @@ class Service:
                 status = 200 if outcome is Outcome.ANSWERED else int(Kind.UNAVAILABLE)
                 self._trace(traceparent, now - began, status, attributes)
 
-    def _account(self, served: Served, items: Any) -> None:
+    def _account(self, served: Served, items: Any, confidence: Sequence[float]) -> None:
         table, observer = served.accuracy, served.observer
-        for item in items:
-            accuracy = None if table is None else table.top1(item.widths)
-            observer.item(spelled(item.widths), item.queue_s, item.compute_s, item.energy_j, accuracy)
+        for at, item in enumerate(items):
+            accuracy = confidence[at] if confidence else None if table is None else table.top1(item.widths)
+            observer.item(item, spelled(item.widths), accuracy)
 
     # ---- state
 
@@ -210,6 +215,8 @@ async def _run(
         asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
     result = await _ask(served, call, asked, offer)
     if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
+        if asked.confidence_floor is not None and not _calibrated(served):
+            return await _ask(served, call, msgspec.structs.replace(asked, confidence_floor=None)), "confidence_floor"
         if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
             widest = (max(served.card.widths),) * served.card.segments
             nearest = msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest)
@@ -227,11 +234,26 @@ async def _ask(served: Served, call: InferenceCall, asked: Asked, offer: "Offer 
             priority=asked.priority,
             widths=asked.widths,
             accuracy_floor=asked.accuracy_floor,
+            confidence_floor=asked.confidence_floor,
+            anytime=asked.anytime,
             timeline=asked.timeline,
             offer=offer,
         )
     except InputError as error:
         raise invalid(quote(error, 300)) from error
+
+
+def _calibrated(served: Served) -> bool:
+    return served.accuracy is not None and served.accuracy.calibration is not None
+
+
+def _confidence(served: Served, items: Sequence[ItemOutcome]) -> tuple[float, ...]:
+    """How sure each answer is; nothing where that is not known."""
+    calibration = None if served.accuracy is None else served.accuracy.calibration
+    if calibration is None:
+        return ()
+    known = [calibration.confidence(i.widths[-1], i.margin) for i in items if i.margin is not None]
+    return tuple(known) if len(known) == len(items) else ()
 
 
 def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusal:

@@ -5,20 +5,21 @@ nothing while a run goes on.
 """
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from numpy.random import Generator, SeedSequence, default_rng
 
-from slim_scheduler.core.accuracy import AccuracyPrior, AccuracyTable
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
-from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
+from slim_scheduler.core.errors import CheckpointError, ConfigError, DataError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import items_per_second
-from slim_scheduler.core.router.escalation import FixedEscalation, two_passes
+from slim_scheduler.core.router.escalation import Choice, FixedEscalation, TwoPasses, two_passes
 from slim_scheduler.core.router.heuristics import (
     CostModel,
     JoinShortestQueue,
@@ -32,7 +33,7 @@ from slim_scheduler.core.router.heuristics import (
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Seconds, ServerName, Width
+from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.setup.config import Config, ServerConfig
 from slim_scheduler.setup.plugins import find_class, is_class_name
 from slim_scheduler.setup.profiles import profile_name, read_profile
@@ -230,7 +231,20 @@ def build_escalation(config: Config, shape: ModelShape, router: Router) -> Escal
     passes = two_passes(router.name.partition(":")[2]) if "+" in router.name else None
     if passes is None:
         return None
-    return FixedEscalation(width_tuple(passes.second, shape), passes.threshold)
+    second = width_tuple(passes.second, shape)
+    return FixedEscalation(second, passes.threshold, _as_choice(passes, second, config, shape))
+
+
+def _as_choice(passes: TwoPasses, second: WidthTuple, config: Config, shape: ModelShape) -> Sequence[Choice]:
+    """A W of two passes with its measured accuracy, which floors may count on; nothing where that is not known."""
+    from slim_scheduler.core.router.plan.choices import pair_of
+
+    if passes.first == "random":
+        return ()
+    try:
+        return (pair_of(_prior(config), width_tuple(passes.first, shape), second, passes.threshold),)
+    except DataError:
+        return ()
 
 
 def _prior(config: Config) -> AccuracyTable:
@@ -248,7 +262,7 @@ def build_dispatcher(
     router_name: str,
     profiles: dict[ServerName, Profile] | None,
     seed: int,
-    accuracy: AccuracyPrior | None = None,
+    accuracy: AccuracyTable | None = None,
     router: Router | None = None,
     escalation: Escalation | None = None,
 ) -> Dispatcher:
@@ -273,7 +287,8 @@ def build_dispatcher(
     chosen = router or build_router(router_name, config, shape, profiles)
     fallback = _fallback(config, shape, profiles)
     escalation = escalation or build_escalation(config, shape, chosen)
-    return Dispatcher(limits, shape, chosen, fallback, run_rng(seed, "router"), accuracy, escalation)
+    calibration = None if accuracy is None else accuracy.calibration
+    return Dispatcher(limits, shape, chosen, fallback, run_rng(seed, "router"), accuracy, escalation, calibration)
 
 
 def build_server(

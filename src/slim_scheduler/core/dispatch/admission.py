@@ -5,11 +5,13 @@ a front end has read and offered (`offers.py`), and what the dispatcher has. Own
 accuracy floors too. The dispatcher asks; nothing here changes an item.
 """
 
+from collections.abc import Sequence
 from itertools import product
 
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.dispatch.capacity import Capacity
 from slim_scheduler.core.dispatch.offers import Offers
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
 
@@ -19,12 +21,22 @@ RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a gu
 
 
 class Admission:
-    """Arrival limits and width choices of one dispatcher."""
+    """Arrival limits and width choices of one dispatcher. `pairs` are plans of two passes that a floor may count on;
+    `calibrated`: answers have a confidence."""
 
-    def __init__(self, shape: ModelShape, max_waiting: int, accuracy: AccuracyPrior | None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        max_waiting: int,
+        accuracy: AccuracyPrior | None,
+        calibrated: bool = False,
+        pairs: Sequence[Choice] = (),
+    ) -> None:
         self._shape = shape
         self._max_waiting = max_waiting
         self._accuracy = accuracy
+        self._calibrated = calibrated
+        self._pairs = pairs
         self._choices: dict[tuple[int, Constraints, WidthTuple], tuple[Width, ...]] = {}
         self._window_start: Seconds = 0.0
         self._window_count = 0
@@ -66,10 +78,9 @@ class Admission:
         `waiting` counts tasks in the global FIFO, `held_up` those that no server had credit for, `in_flight` all items
         that were taken and have not ended.
         """
-        if request.constraints is not None:
-            wrong = self._unmet(request.constraints)
-            if wrong is not None:
-                return wrong, None
+        wrong = self._unmet(request)
+        if wrong is not None:
+            return wrong, None
         if waiting + len(request.items) > self._max_waiting:
             reason = f"{waiting} items wait and {len(request.items)} more came; the limit is {self._max_waiting}"
             least, most = RETRY_AFTER_RANGE
@@ -108,8 +119,28 @@ class Admission:
         """A batch of so many tasks came back."""
         self._capacity.worked(tasks, now)
 
-    def _unmet(self, constraints: Constraints) -> str | None:
-        shape = self._shape
+    def second_for_floor(self, floor: float, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        """The second width tuple of an item with an accuracy floor that ran so; None: it is answered.
+
+        The cheapest plan of two passes that begins so and meets the floor says whether. Where none does, a wider
+        instance led off the path that was meant, and all go again at the widest.
+        """
+        assert self._accuracy is not None
+        if self._accuracy.top1(ran) >= floor:
+            return None
+        plans = [pair for pair in self._pairs if pair.first == ran and pair.accuracy >= floor]
+        if plans:
+            plan = min(plans, key=lambda pair: (pair.again, pair.threshold, pair))
+            return plan.second if margin < plan.threshold else None
+        widest = (max(self._shape.widths),) * self._shape.segments
+        return widest if self._accuracy.top1(widest) > self._accuracy.top1(ran) else None
+
+    def _unmet(self, request: Request) -> str | None:
+        if request.confidence_floor is not None and not self._calibrated:
+            return "confidence_floor needs a model whose answers were measured; run `slim accuracy` on it"
+        constraints, shape = request.constraints, self._shape
+        if constraints is None:
+            return None
         if constraints.widths is not None:
             wrong = [w for w in constraints.widths if w not in shape.widths]
             if wrong or len(constraints.widths) != shape.segments:
@@ -119,7 +150,7 @@ class Admission:
         if floor is not None:
             if self._accuracy is None:
                 return "accuracy_floor needs a model with measured accuracy; run `slim accuracy` on it"
-            best = self._best(constraints.widths or ())
+            best = self._best(()) if constraints.widths is None else self._accuracy.top1(constraints.widths)
             if not floor <= best:
                 return f"accuracy_floor {floor:g} is above the best expected accuracy, {best:.4f}"
         return None
@@ -134,7 +165,9 @@ class Admission:
         return meets or (max(reach, key=lambda width: reach[width]),)
 
     def _best(self, prefix: WidthTuple) -> float:
-        """The highest expected accuracy that a prefix can still reach."""
+        """The highest expected accuracy that a prefix can still reach, in one pass or in two."""
         assert self._accuracy is not None
         rest = self._shape.segments - len(prefix)
-        return max(self._accuracy.top1((*prefix, *tail)) for tail in product(self._shape.widths, repeat=rest))
+        in_two = [pair.accuracy for pair in self._pairs if pair.first[: len(prefix)] == prefix]
+        in_one = [self._accuracy.top1((*prefix, *tail)) for tail in product(self._shape.widths, repeat=rest)]
+        return max(in_one + in_two)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from numpy.random import Generator
 
 from slim_scheduler.core.accuracy import AccuracyPrior
+from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.dispatch.admission import Admission
 from slim_scheduler.core.dispatch.fifo import GlobalFifo, Key
 from slim_scheduler.core.dispatch.fleet import Fleet, SentBlock
@@ -20,6 +21,7 @@ from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.dispatch.membership import Membership
 from slim_scheduler.core.dispatch.offers import IN_HAND, PAUSE
 from slim_scheduler.core.dispatch.recovery import Retries
+from slim_scheduler.core.dispatch.second_pass import SecondPass
 from slim_scheduler.core.messages import (
     BatchReported,
     CancelTasks,
@@ -58,7 +60,6 @@ from slim_scheduler.core.types import (
     ServerName,
     Task,
     TaskId,
-    WidthTuple,
 )
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -77,8 +78,8 @@ class _Held(NamedTuple):
 
 
 class Dispatcher:
-    """Global FIFO and routing. `accuracy` resolves accuracy floors; without it such requests are refused. `escalation`
-    says which items run again; without it none does."""
+    """Global FIFO and routing. `accuracy` resolves accuracy floors, `calibration` confidence floors; without them such
+    requests are refused. `escalation` says which other items run again; without it none does."""
 
     def __init__(
         self,
@@ -89,14 +90,18 @@ class Dispatcher:
         rng: Generator,
         accuracy: AccuracyPrior | None = None,
         escalation: Escalation | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self._limits = limits
-        self._escalation = escalation
+        self.escalates = escalation is not None
+        self.wants_margins = self.escalates or calibration is not None
         self._shape = shape
         self._router = GuardedRouter(router, fallback, rng)
         self._ledger = Ledger()
         self._fleet = Fleet(limits.heartbeat_timeout, limits.loss_grace)
-        self._admission = Admission(shape, limits.max_waiting_items, accuracy)
+        pairs = () if escalation is None else escalation.pairs
+        self._admission = Admission(shape, limits.max_waiting_items, accuracy, calibration is not None, pairs)
+        self._second_pass = SecondPass(shape, self._admission, escalation, calibration)
         self._fifo = GlobalFifo(
             shape,
             self._ledger.items,
@@ -141,11 +146,6 @@ class Dispatcher:
         return self._shape.segments
 
     @property
-    def escalates(self) -> bool:
-        """Whether items may run again, so that margins have to be reported."""
-        return self._escalation is not None
-
-    @property
     def counts(self) -> dict[str, dict[str, int]]:
         return self._ledger.counts()
 
@@ -185,7 +185,7 @@ class Dispatcher:
             case TasksReturned():
                 self._members.gave_back(event, now)
             case RequestCancelled():
-                self._abandon(event.request_id, Outcome.CANCELLED, "cancelled by the client", now)
+                self._cancel(event, now)
             case ServerJoined():
                 self._members.join(event, now)
             case ServerDraining():
@@ -383,40 +383,38 @@ class Dispatcher:
             if task in event.not_finite:
                 self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
                 continue
-            second = self._second(flight, margin, now)
+            second = self._second_pass.widths(flight, margin, now)
             if second is None or margin is None:
                 self._admission.completed(now)
                 self._retries.end(flight, Outcome.ANSWERED, now, margin=margin)
-            else:
-                flight.go_again(second, margin)
-                self._fifo.let_go(flight)
-                self._fifo.enter(flight, 0, now)
-
-    def _second(self, flight: ItemFlight, margin: float | None, now: Seconds) -> WidthTuple | None:
-        """The width tuple of the item's second pass; None: it is answered. A second pass is begun only where at least
-        as much time is left as the first took."""
-        request = flight.request.request
-        if self._escalation is None or margin is None or flight.first is not None or flight.constraints is not None:
-            return None
-        if request.deadline is not None and request.deadline - now < now - request.arrival:
-            return None
-        second = self._escalation.second(flight.widths, margin)
-        if second is not None and request.deadline is not None:
-            heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
-        return second
+                continue
+            flight.go_again(second, margin)
+            self._fifo.let_go(flight)
+            self._fifo.enter(flight, 0, now)
+            request = flight.request.request
+            if request.deadline is not None:
+                heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
 
     # ---- deadlines, cancellation, time
 
-    def _abandon(self, request_id: RequestId, outcome: Outcome, reason: str, now: Seconds) -> None:
-        """Ends all unfinished items of a request at once and calls back what was sent."""
+    def _cancel(self, event: RequestCancelled, now: Seconds) -> None:
+        if event.stopping:
+            self._abandon(event.request_id, Outcome.EXPIRED, "the engine is stopping", now, with_answer=True)
+        reason = "the engine is stopping" if event.stopping else "cancelled by the client"
+        self._abandon(event.request_id, Outcome.CANCELLED, reason, now)
+
+    def _abandon(
+        self, request_id: RequestId, outcome: Outcome, reason: str, now: Seconds, with_answer: bool = False
+    ) -> None:
+        """Ends all unfinished items of a request at once, or those that have an answer, and calls back what was
+        sent."""
         flight = self._ledger.requests.get(request_id)
         if flight is None:
             return
-        early = outcome is Outcome.EXPIRED and flight.request.deadline is not None and flight.request.deadline > now
         recalled: dict[ServerName, list[TaskId]] = {}
         for item in list(flight.items.values()):
-            if early and item.first is None:
-                continue  # it is too early for all but those that have an answer
+            if with_answer and not item.has_answer:
+                continue
             assert item.task is not None
             server = None if item.waiting else self._fleet.server_of(item.task.task_id)
             if server is not None:
@@ -424,12 +422,20 @@ class Dispatcher:
             self._retries.end(item, outcome, now, reason)
         self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
 
+    def _expire(self, request_id: RequestId, now: Seconds) -> None:
+        """Its deadline has passed, or comes so soon that who has an answer gets it."""
+        flight = self._ledger.requests.get(request_id)
+        if flight is not None:
+            deadline = flight.request.deadline
+            early = deadline is not None and deadline > now
+            self._abandon(request_id, Outcome.EXPIRED, "the deadline passed", now, with_answer=early)
+
     def _on_time(self, now: Seconds) -> None:
         if now < self._wake_at - CLOCK_SLACK:
             return  # a timer that an earlier need made superfluous
         overslept, self._wake_at = now - self._wake_at, float("inf")
         while self._deadlines and self._deadlines[0][0] <= now:
-            self._abandon(heappop(self._deadlines)[1], Outcome.EXPIRED, "the deadline passed", now)
+            self._expire(heappop(self._deadlines)[1], now)
         self._members.look(now, overslept)
         if self._members.hopeless_at <= now:
             reason = f"no server was in service for {self._limits.no_server_timeout:g} s"

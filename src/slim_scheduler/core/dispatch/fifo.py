@@ -59,6 +59,7 @@ class GlobalFifo:
             request.deadline,
             request.priority,
             arrival,
+            flight.first is not None,
         )
         flight.task = task
         flight.waiting = True

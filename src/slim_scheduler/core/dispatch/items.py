@@ -24,18 +24,20 @@ from slim_scheduler.core.types import (
 
 
 class Pass(msgspec.Struct, frozen=True, gc=False):
-    """What a pass through the network came to."""
+    """What a pass through the network came to, and what it cost."""
 
     widths: WidthTuple
     servers: tuple[ServerName, ...]
     margin: float | None
+    compute: Seconds
+    energy: Joules | None
 
 
 class ItemFlight(msgspec.Struct, eq=False):
     """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
 
-    `held` are the bytes of activation counted for it. On its second pass it has the first one, and `constraints` are
-    the width tuple of that pass.
+    `compute` and `energy` are of all passes, `held` the bytes of activation counted for it. On its second pass it has
+    the first one, and `constraints` are the width tuple of that pass.
     """
 
     item: ItemId
@@ -56,9 +58,14 @@ class ItemFlight(msgspec.Struct, eq=False):
         """Its activation is lost: back to the input."""
         self.widths, self.servers, self.home = (), (), None
 
+    @property
+    def has_answer(self) -> bool:
+        """Its first pass is done, and is the answer where the second does not come to its end."""
+        return self.first is not None and self.request.request.anytime
+
     def go_again(self, widths: WidthTuple, margin: float) -> None:
         """Its first pass is done; from the input once more, at another width tuple."""
-        self.first = Pass(self.widths, self.servers, margin)
+        self.first = Pass(self.widths, self.servers, margin, self.compute, self.energy)
         self.constraints = Constraints(widths=widths)
         self.restart()
 
@@ -118,14 +125,16 @@ class Ledger:
     ) -> Reply | None:
         """Ends one item; the reply if it was its request's last. `margin` is its answer's.
 
-        Whose second pass did not come to its end is answered with the first, unless its client cancelled.
+        Whose second pass did not come to its end is answered with the first, unless nobody waits for that.
         """
-        owner = flight.request
-        first, passes, ran = flight.first, 1, Pass(flight.widths, flight.servers, margin)
-        if first is not None and outcome is Outcome.ANSWERED:
-            passes = 2
-        elif first is not None and outcome is not Outcome.CANCELLED:
-            outcome, reason, first, ran = Outcome.ANSWERED, "", ran, first
+        owner, other = flight.request, flight.first
+        ran = Pass(flight.widths, flight.servers, margin, flight.compute, flight.energy)
+        passes = 1 if other is None else 2
+        if other is not None:
+            energy = _difference(ran.energy, other.energy)
+            ran = msgspec.structs.replace(ran, compute=ran.compute - other.compute, energy=energy)
+            if outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and flight.has_answer:
+                outcome, reason, passes, ran, other = Outcome.ANSWERED, "", 1, other, ran
         del self.items[flight.item], owner.items[flight.item]
         self.item_outcomes[outcome] += 1
         queued = now - owner.request.arrival - flight.compute
@@ -141,7 +150,7 @@ class Ledger:
                 reason,
                 passes,
                 ran.margin,
-                first.widths if first is not None else (),
+                *((other.widths, other.compute, other.energy, other.margin) if other is not None else ()),
             )
         )
         if owner.items:
@@ -159,6 +168,10 @@ class Ledger:
         for totals in self.counts().values():
             assert totals["received"] == sum(v for k, v in totals.items() if k != "received"), f"conservation: {totals}"
         assert sum(len(r.items) for r in self.requests.values()) == len(self.items), "an item without its request"
+
+
+def _difference(both: Joules | None, one: Joules | None) -> Joules | None:
+    return None if both is None else both - (one or 0.0)
 
 
 def _item_id(outcome: ItemOutcome) -> ItemId:

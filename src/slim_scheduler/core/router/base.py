@@ -5,12 +5,14 @@ must follow from the calls it got, so that a replay decides the same. `RouterFac
 network's shape, the groups, and each server's profile and link.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 from numpy.random import Generator
 
 from slim_scheduler.core.profile import LatencyTable, Profile
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Decision, Seconds, ServerName, WidthTuple
 from slim_scheduler.core.view import View
@@ -27,7 +29,13 @@ class Router(Protocol):
 
 
 class Escalation(Protocol):
-    """Says which items run again. Like a router it does no I/O, and what it keeps follows from the calls it got."""
+    """Says which items run again. Like a router it does no I/O, and what it keeps follows from the calls it got.
+
+    `pairs` are the plans of two passes that it may follow, where their accuracy is known.
+    """
+
+    @property
+    def pairs(self) -> Sequence[Choice]: ...
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         """The width tuple of a second pass for an item that ran so and whose answer has that margin; None: it is

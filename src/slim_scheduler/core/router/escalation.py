@@ -1,9 +1,38 @@
-"""A router's W with two passes: `0.25+1@0.4` runs at 0.25, and again at 1 where the margin is below 0.4."""
+"""Plans of one pass and of two, and a router's W that is one: `0.25+1@0.4` runs at 0.25, and again at 1 where the
+margin is below 0.4."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import WidthTuple
+
+
+class Choice(msgspec.Struct, frozen=True, order=True):
+    """One width tuple, or a second one for items whose margin after the first is below `threshold`.
+
+    `again`: the share of items that go again. `accuracy`: of the answer that is given, in [0, 1].
+    """
+
+    first: WidthTuple
+    accuracy: float
+    second: WidthTuple | None = None
+    threshold: float = 0.0
+    again: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As a router's W has it: `0.25`, `0.25/0.5/0.5/1`, `0.25+1@0.4`."""
+        if self.second is None:
+            return short(self.first)
+        return f"{short(self.first)}+{short(self.second)}@{self.threshold:.4g}"
+
+
+def short(widths: WidthTuple) -> str:
+    """A uniform tuple as its width."""
+    return "/".join(f"{width:g}" for width in (widths[:1] if len(set(widths)) == 1 else widths))
 
 
 class TwoPasses(NamedTuple):
@@ -30,11 +59,12 @@ def two_passes(text: str) -> TwoPasses | None:
 
 
 class FixedEscalation:
-    """Items whose margin is below a threshold run again at one width tuple."""
+    """Items whose margin is below a threshold run again at one width tuple. `pairs`: the same as choices."""
 
-    def __init__(self, second: WidthTuple, threshold: float) -> None:
+    def __init__(self, second: WidthTuple, threshold: float, pairs: Sequence[Choice] = ()) -> None:
         self._second = second
         self._threshold = threshold
+        self.pairs = pairs
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         return self._second if margin < self._threshold and ran != self._second else None

@@ -45,15 +45,21 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class ServerActor:
-    """The server `name` of a configuration."""
+    """The server `name` of a configuration. `margins`: it tells those of its answers."""
 
     def __init__(
-        self, config: Config, name: ServerName, shape: ModelShape, profiles: dict[ServerName, Profile] | None
+        self,
+        config: Config,
+        name: ServerName,
+        shape: ModelShape,
+        profiles: dict[ServerName, Profile] | None,
+        margins: bool,
     ) -> None:
         self._config = on_own_gpus(config, name)
         self._name = name
         self._shape = shape
         self._profiles = profiles
+        self._margins = margins
         self._life: ServerLife | None = None
         self._peers: dict[ServerName, Any] = {}
 
@@ -112,7 +118,14 @@ class ServerActor:
     ) -> LiveServer:
         """A server that has run every segment once, so that its first batch does not wait for it."""
         server = live_server(
-            self._config, self._name, model, self._shape, self._profiles, finished, incarnation=incarnation
+            self._config,
+            self._name,
+            model,
+            self._shape,
+            self._profiles,
+            finished,
+            incarnation=incarnation,
+            margins=self._margins,
         )
         device = server.executor.device
         with device.thread():

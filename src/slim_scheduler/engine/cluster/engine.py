@@ -117,11 +117,6 @@ class ClusterEngine(SlimEngine):
         devices: dict[ServerName, Device],
     ) -> ClusterHost:
         assert not devices, "devices of a cluster are opened by its servers"
-        if dispatcher.escalates:
-            raise ConfigError(
-                f"router {self.router_name} lets items run again, which servers on Ray cannot do yet; choose one "
-                "without a second pass, or leave cluster.address empty"
-            )
         return ClusterHost(dispatcher, router, recorder, MonotonicClock(), self._answer, self._seam)
 
     async def _join(self, *servers: ServerConfig) -> None:
@@ -138,7 +133,8 @@ class ClusterEngine(SlimEngine):
             raise ConfigError(f"a server of {', '.join(server.name for server in servers)}: {reason(cause)}") from None
 
     def _remote(self, knobs: ServerConfig) -> RemoteServer:
-        arguments = (self.config, knobs.name, self.shape, self.profiles)
+        margins = self._host.dispatcher.wants_margins
+        arguments = (self.config, knobs.name, self.shape, self.profiles, margins)
         return RemoteServer(
             knobs,
             lambda: self._session.place(ServerActor, knobs, arguments),

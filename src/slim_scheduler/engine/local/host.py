@@ -77,7 +77,7 @@ class Host:
         self.dispatcher = dispatcher
         self.router = router
         self.servers = servers
-        self.ledger = Ledger(dispatcher.segments - 1)
+        self.ledger = Ledger()
         self.clock = clock
         self.recorder = recorder
         self._answered = answered

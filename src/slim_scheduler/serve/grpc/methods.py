@@ -254,6 +254,8 @@ def response_of(call: InferenceCall, answer: Answer, card: ModelCard) -> Any:
     for name, value in cost_of(answer).items():
         if isinstance(value, str):
             response.parameters[name].string_param = value
+        elif isinstance(value, int):
+            response.parameters[name].int64_param = value
         else:
             response.parameters[name].double_param = value
     for form in call.outputs:

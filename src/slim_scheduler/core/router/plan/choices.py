@@ -10,13 +10,13 @@ held-out images the uniform ones alone, because the best of thousands of pairs o
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import tuple_seconds
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.types import WidthTuple
 
 SHARES = tuple(i / 20 for i in range(1, 20))  # of a first tuple's items that go again: the grid of thresholds
@@ -25,34 +25,16 @@ MOST_EFFICIENT = 64  # tuples that pairs are made of, where more are efficient
 Floats = npt.NDArray[np.float64]
 
 
-class Choice(msgspec.Struct, frozen=True, order=True):
-    """One width tuple, or a second one for items whose margin after the first is below `threshold`.
-
-    `again`: the share of items that go again. `accuracy`: of the answer that is given, in [0, 1].
-    """
-
-    first: WidthTuple
-    accuracy: float
-    second: WidthTuple | None = None
-    threshold: float = 0.0
-    again: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """As a router's W has it: `0.25`, `0.25/0.5/0.5/1`, `0.25+1@0.4`."""
-        if self.second is None:
-            return short(self.first)
-        return f"{short(self.first)}+{short(self.second)}@{self.threshold:.4g}"
-
-
-def short(widths: WidthTuple) -> str:
-    """A uniform tuple as its width."""
-    return "/".join(f"{width:g}" for width in (widths[:1] if len(set(widths)) == 1 else widths))
-
-
 def uniform(table: AccuracyTable) -> list[WidthTuple]:
     """The tuples of one width."""
     return [widths for widths in table.tuples if len(set(widths)) == 1]
+
+
+def pair_of(table: AccuracyTable, first: WidthTuple, second: WidthTuple, threshold: float) -> Choice:
+    """A given pair as a choice. Raises DataError without margins."""
+    again = table.margin(first).astype(np.float64) < threshold
+    right = np.where(again, table.correct(second), table.correct(first))
+    return Choice(first, float(right.mean()), second, threshold, float(again.mean()))
 
 
 def efficient(facts: RouterFacts, table: AccuracyTable) -> list[WidthTuple]:

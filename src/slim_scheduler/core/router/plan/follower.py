@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from numpy.random import Generator
 
 from slim_scheduler.core.router.costs import choices_of, server_costs
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.heuristics import allowed
-from slim_scheduler.core.router.plan.choices import Choice
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
@@ -181,6 +181,7 @@ class PlanFollower:
     def __init__(self, plans: Plans, name: str = "lp") -> None:
         self.name = name
         self._facts = facts = plans.facts
+        self.pairs = plans.pairs
         self._ledger = PlanLedger(plans)
         self._costs = server_costs(facts)
 

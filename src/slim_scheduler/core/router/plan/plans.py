@@ -7,7 +7,7 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.plan.choices import Choice
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
@@ -41,7 +41,7 @@ class Plans:
         self.overload = max(1.0, rho)
         self.overloaded = rho > 1
         self._accuracy = accuracy
-        self._pairs = pairs
+        self.pairs = pairs
         self._rho = min(1.0, rho)
         self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
         self._shares: dict[PlanKey, Shares] = {}
@@ -93,7 +93,7 @@ class Plans:
             facts = RouterFacts(
                 self.facts.shape, self.facts.groups, servers, self.facts.move_activations, self.facts.shared_link
             )
-            program = PlanProgram(facts, self._accuracy, self._rho, self._pairs)
+            program = PlanProgram(facts, self._accuracy, self._rho, self.pairs)
             self._programs[up] = (program, program.max_load())
         return self._programs[up]
 

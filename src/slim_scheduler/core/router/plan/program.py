@@ -23,7 +23,7 @@ from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
-from slim_scheduler.core.router.plan.choices import Choice
+from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.types import Joules, Seconds, ServerName, Watts, Width, WidthTuple
 
 MOST_TUPLES = 65_536
