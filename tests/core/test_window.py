@@ -39,9 +39,9 @@ def server(profile=True, **knobs):
     return made
 
 
-def arrives(scheduler, now, *ids, more=1, segment=0, deadline=None, priority=0):
+def arrives(scheduler, now, *ids, more=1, segment=0, width=0.5, deadline=None, priority=0):
     tasks = tuple(task(i, segment, 0.5 if segment else None, deadline, priority) for i in ids)
-    event = BlockArrived(msgspec.structs.replace(block(ids[0], tasks, 0.5), more=more))
+    event = BlockArrived(msgspec.structs.replace(block(ids[0], tasks, width), more=more))
     commands = scheduler.handle(event, now)
     scheduler.check_invariants(now)
     return commands
@@ -88,6 +88,15 @@ def test_with_all_credit_here_nothing_more_can_come():
     arrives(scheduler, 1.0, 1)
     arrives(scheduler, 1.001, 2, segment=1)
     assert ran(arrives(scheduler, 1.002, 3, segment=2)) == [1], "the oldest goes"
+
+
+def test_with_all_credit_here_the_most_urgent_key_waits_for_its_instance_and_no_riper_one_overtakes_it():
+    scheduler = server(credit=3)
+    arrives(scheduler, 1.0, 1)
+    commands = arrives(scheduler, 1.001, 2, 3, width=1.0, deadline=1.5)
+    assert ran(commands) == []
+    assert len(only(commands, LoadInstance)) == 1
+    assert ran(fires(scheduler, 1.0 + WINDOW)) == [], "ripe by its window, but less urgent"
 
 
 def test_least_slack_starts_a_key_in_time_for_all_segments_that_are_left():

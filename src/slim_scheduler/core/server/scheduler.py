@@ -167,7 +167,7 @@ class ServerScheduler:
         window = self._window
         if window is None:
             return self._queue.head()
-        nothing_comes = not self._running and len(self._queue) == self._knobs.credit
+        nothing_comes = self._nothing_comes()
         chosen: Key | None = None
         least = (float("inf"), 0)
         soonest = float("inf")
@@ -182,6 +182,10 @@ class ServerScheduler:
             self._window_wake = soonest
             commands.append(WakeAt(soonest))
         return chosen
+
+    def _nothing_comes(self) -> bool:
+        """Whether every task that this server may hold waits here: then every key is as good as ripe."""
+        return not self._running and len(self._queue) == self._knobs.credit
 
     def _start(
         self,
@@ -492,7 +496,12 @@ class ServerScheduler:
         if len(self._running) == self._knobs.max_concurrent_batches:
             return
         lanes = list(self._queue.lanes())
-        ripe = [(window.urgency(key, first), key) for key, count, first in lanes if window.ripe(key, count, now)]
+        nothing_comes = self._nothing_comes()
+        ripe = [
+            (window.urgency(key, first), key)
+            for key, count, first in lanes
+            if nothing_comes or window.ripe(key, count, now)
+        ]
         if not ripe:
             assert not lanes or self._window_wake <= min([window.due(key) for key, _, _ in lanes]), "nobody wakes up"
         else:
