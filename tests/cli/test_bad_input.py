@@ -44,6 +44,12 @@ def test_an_unknown_router_lists_the_names(slim: Slim, tmp_path: Path) -> None:
     assert "router 'fastest' is unknown; available: auto, random" in line
 
 
+def test_a_comparison_reads_all_names_before_the_first_run(slim: Slim, tmp_path: Path) -> None:
+    line = refused(slim, "compare", "--config", DEMO, "--routers", "random,fastest", "--out", tmp_path)
+    assert "router 'fastest' is unknown" in line
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("router", "wrong"), [("lp:many", "'many' is no share"), ("lp:2.5", "rho is 2.5")])
 def test_a_plan_takes_a_share_of_a_devices_time(slim: Slim, tmp_path: Path, router: str, wrong: str) -> None:
     assert wrong in refused(slim, "simulate", "--config", DEMO, "--router", router, "--out", tmp_path)

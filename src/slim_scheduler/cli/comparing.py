@@ -51,10 +51,11 @@ def compare(
 ) -> None:
     """Several routers on the same workloads."""
     from slim_scheduler.run.compare import run_live, run_simulated, trials
+    from slim_scheduler.setup.routers import parse_router
 
     settings = read_config(config, overrides)
     out = out or Path("runs/compare")
-    names = [name.strip() for name in routers.split(",") if name.strip()]
+    names = [parse_router(name.strip()).text for name in routers.split(",") if name.strip()]
     plan = trials(names, range(seed, seed + seeds), out)
     with progress("comparing") as show:
         runs = run_live(settings, plan, show) if live else run_simulated(settings, plan, workers, show)

@@ -57,7 +57,8 @@ from slim_scheduler.engine.timeline import Timelines, Visit
 from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, load_config
-from slim_scheduler.setup.machines import build_dispatcher, build_escalation, build_router, load_shape
+from slim_scheduler.setup.machines import build_dispatcher, load_shape, router_inputs
+from slim_scheduler.setup.routers import build_escalation, build_router
 
 
 class InferenceResult(msgspec.Struct, frozen=True):
@@ -115,7 +116,8 @@ class SlimEngine:
         self.profiles = profiles
         self.router_name = router or config.router.name
         self._normalization = normalization or Normalization.none(shape)
-        chosen = build_router(self.router_name, self.config, shape, profiles)
+        inputs = router_inputs(self.config, shape, profiles)
+        chosen = build_router(self.router_name, inputs)
         timed = TimedRouter(chosen, self.config.router.slow_ms / 1e3)
         dispatcher = build_dispatcher(
             self.config,
@@ -125,7 +127,7 @@ class SlimEngine:
             seed,
             accuracy=accuracy,
             router=timed,
-            escalation=build_escalation(self.config, shape, chosen),
+            escalation=build_escalation(chosen, inputs),
         )
         self._timelines = Timelines(recorder or NoRecorder())
         self._host = self._build_host(model, dispatcher, timed, self._timelines, devices or {})

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.errors import DataError
+from slim_scheduler.core.errors import DataError, InputError
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from slim_scheduler.setup.config import Config, ModelConfig
 from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.routers import parse_router
 
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# Routers that need no file. `jsq@RUN_DIR` and `ppo:PATH` name files and are for the command line only.
-ROUTER = re.compile(r"random|slackfit|reward-greedy|lp|(round-robin|jsq|p2c|cost-model):(random|[0-9./]{1,64})")
-POLICY = re.compile(r"ppo:([A-Za-z0-9][A-Za-z0-9_.-]{0,63})")
 
 
 Build = Callable[[Config, Observer], "SlimEngine"]
@@ -134,14 +132,14 @@ class Repository:
 
     async def set_router(self, name: str, router: str, grace_s: float = 30.0) -> None:
         """Another policy for a loaded model, by name. Raises Refusal and keeps the old one when it cannot be used."""
-        policy = POLICY.fullmatch(router)
-        if policy:
-            if not (self.policies / policy[1]).is_dir():
-                there = ", ".join(sorted(p.name for p in self.policies.glob("*") if p.is_dir())) or "none"
-                raise Refusal(Kind.NOT_FOUND, f"policy {policy[1]} does not exist; available: {there}")
-            router = f"ppo:{self.policies / policy[1]}"
-        elif not ROUTER.fullmatch(router):
-            raise invalid(f"router {quote(router)} is not known; give ppo:NAME or a baseline such as jsq:0.5")
+        try:
+            parsed = parse_router(router)
+        except InputError as error:
+            raise invalid(quote(error, 300)) from None
+        if parsed.kind == "ppo":
+            router = f"ppo:{self._policy(str(parsed.argument))}"
+        elif parsed.needs_files:
+            raise invalid(f"router {quote(router)} is for the command line alone; give ppo:NAME, or one without a file")
 
         def routed(_: Served | None) -> Config:
             config = self.find(name).config
@@ -149,6 +147,13 @@ class Repository:
 
         self.find(name)
         await self._change(name, routed, grace_s)
+
+    def _policy(self, name: str) -> Path:
+        """A policy's folder by its name, which is never a path. Raises Refusal."""
+        if not NAME.fullmatch(name) or not (self.policies / name).is_dir():
+            there = ", ".join(sorted(p.name for p in self.policies.glob("*") if p.is_dir())) or "none"
+            raise Refusal(Kind.NOT_FOUND, f"policy {quote(name)} does not exist; available: {there}")
+        return self.policies / name
 
     async def unload(self, name: str, grace_s: float = 30.0) -> None:
         """Stops serving a model after the requests it has. Raises Refusal when it is not loaded."""
@@ -222,8 +227,8 @@ def _accuracy(folder: Path) -> AccuracyTable | None:
 
 
 def _policy_folder(config: Config) -> Path:
-    kind, _, path = config.router.name.partition(":")
-    return Path(path).parent if kind == "ppo" else Path("policies")
+    router = parse_router(config.router.name)
+    return router.argument.parent if router.kind == "ppo" else Path("policies")
 
 
 def _add(total: Counts, more: Counts) -> None:

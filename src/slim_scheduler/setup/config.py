@@ -17,6 +17,7 @@ import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
+from slim_scheduler.setup.routers import ROUTERS, parse_router
 
 # Resources that a server does not ask for by name
 RAYS_OWN = {
@@ -39,15 +40,16 @@ def key(
     return msgspec.Meta(description=says, extra={"tier": tier, "bounds": bounds})
 
 
+ROUTER_FILES = tuple(name if name.endswith("@") else f"{name}:" for name, kind in ROUTERS.items() if kind.needs_files)
 # Keys that may hold a path, and what may stand before it.
 PATHS = {
     ".model.path": ("",),
     ".servers.profile": ("",),
-    ".router.name": ("ppo:", "jsq@"),
-    ".router.fallback": ("ppo:", "jsq@"),
+    ".router.name": ROUTER_FILES,
+    ".router.fallback": ROUTER_FILES,
     ".workload.data": ("",),
     ".workload.trace": ("",),
-    ".training.warm_start": ("ppo:", "jsq@"),
+    ".training.warm_start": ROUTER_FILES,
 }
 
 
@@ -510,6 +512,10 @@ def _check_servers(config: Config) -> None:
 
 
 def _check_run(config: Config) -> None:
+    parse_router(config.router.name)
+    for name in (config.router.fallback, config.training.warm_start):
+        if name:
+            parse_router(name)
     if not config.router.groups:
         raise ConfigError("router.groups is empty; give at least one group size")
     for group in config.router.groups:

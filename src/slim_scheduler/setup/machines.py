@@ -5,7 +5,6 @@ nothing while a run goes on.
 """
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,38 +14,24 @@ from numpy.random import Generator, SeedSequence, default_rng
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
-from slim_scheduler.core.errors import CheckpointError, ConfigError, DataError, ProfileError
+from slim_scheduler.core.errors import CheckpointError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import items_per_second
-from slim_scheduler.core.router.escalation import Choice, FixedEscalation, TwoPasses, two_passes
-from slim_scheduler.core.router.heuristics import (
-    CostModel,
-    JoinShortestQueue,
-    PowerOfTwo,
-    RandomRouter,
-    RoundRobin,
-    width_rule,
-    width_shares,
-    width_tuple,
-)
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
+from slim_scheduler.core.types import Seconds, ServerName, Width
+from slim_scheduler.setup import routers
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 from slim_scheduler.setup.config import Config, ServerConfig
-from slim_scheduler.setup.plugins import find_class, is_class_name
 from slim_scheduler.setup.profiles import profile_name, read_profile
+from slim_scheduler.setup.routers import RouterInputs, parse_router
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
 COMPILED = ("openvino:", "onnxruntime:")  # devices that run compiled graphs
 # Of the weights: as the graph has them and as its kernels want them. Measured: 2.04 in float32 on both, 1.54 in bf16.
 COMPILED_COPIES = 2
-ROUTER_NAMES = (
-    "auto, random, round-robin:W, jsq:W, jsq@RUN_DIR, p2c:W, cost-model:W, slackfit, reward-greedy, lp, lp:RHO, "
-    "ppo:POLICY_DIR, module:Class"
-)
-ROUTER_GROUP = "slim_scheduler.routers"  # of entry points, through which a package offers a router
 
 
 def load_shape(config: Config) -> ModelShape:
@@ -138,120 +123,29 @@ def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, P
 
 
 def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
-    """A router by its name on the command line. Raises ConfigError that lists the names."""
-    if name == "auto":
-        name = _best_known(config, shape, profiles)
-    kind, _, argument = name.partition(":")
-    if kind == "random" and not argument:
-        return RandomRouter(config.router.groups)
-    if name.startswith("jsq@"):
-        return JoinShortestQueue(name, width_shares(_shares_of_run(Path(name.removeprefix("jsq@")))))
-    if kind in ("round-robin", "jsq", "p2c", "cost-model") and argument:
-        passes = two_passes(argument)
-        rule = width_rule(passes.first if passes else argument, shape)
-        match kind:
-            case "round-robin":
-                return RoundRobin(name, rule)
-            case "jsq":
-                return JoinShortestQueue(name, rule)
-            case "p2c":
-                return PowerOfTwo(name, rule)
-        if profiles is None:
-            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        return CostModel(name, rule, router_facts(config, shape, profiles))
-    if kind == "ppo" and argument:
-        if profiles is None:
-            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        from slim_scheduler.setup.policy_files import load_router  # safetensors, which most routers do not need
-
-        facts = router_facts(config, shape, profiles)
-        return load_router(Path(argument), facts, partial(_prior, config), name, config.router.sample)
-    if name in ("slackfit", "reward-greedy") or kind == "lp":
-        if profiles is None:
-            raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-        return _informed_router(name, config, router_facts(config, shape, profiles))
-    return _own_router(name, config, shape, profiles)
+    """A router by its name on the command line. Raises InputError."""
+    return routers.build_router(name, router_inputs(config, shape, profiles))
 
 
-def _best_known(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> str:
-    """What `auto` stands for: the plan, where profiles and accuracies were measured, else the fallback."""
-    from slim_scheduler.setup.accuracy_files import TABLE_FILES
-
+def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> RouterInputs:
+    """What routers are built from in a run."""
     folder = Path(config.model.path)
-    measured = any((folder / file).is_file() for file in TABLE_FILES.values())
-    return "lp" if measured and profiles is not None else _fallback_name(config, shape, profiles)
+    return RouterInputs(
+        shape=shape,
+        facts=None if profiles is None else router_facts(config, shape, profiles),
+        groups=config.router.groups,
+        accuracy=partial(_prior, folder),
+        measured=any((folder / file).is_file() for file in TABLE_FILES.values()),
+        reward=config.reward,
+        deadline=(config.workload.deadline_ms or config.workload.slo_ms) / 1e3,
+        sample=config.router.sample,
+        escalates=config.router.escalation,
+        fallback=_fallback(config, shape, profiles is not None),
+    )
 
 
-def _own_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
-    """A user's router: its class is given the facts, and gets the name under which it was asked for."""
-    if not is_class_name(name, ROUTER_GROUP):
-        raise ConfigError(f"router {name!r} is unknown; available: {ROUTER_NAMES}")
-    kind = find_class(name, ROUTER_GROUP, {}, ("decide", "chooses_full"))
-    if profiles is None:
-        raise ConfigError(f"router {name} needs every server's profile; measure them with `slim measure`")
-    try:
-        router: Router = kind(router_facts(config, shape, profiles))
-    except Exception as error:  # a router may be anybody's code
-        raise ConfigError(f"router {name} cannot be made: {type(error).__name__}: {error}") from error
-    router.name = name
-    return router
-
-
-def _informed_router(name: str, config: Config, facts: RouterFacts) -> Router:
-    """A router that knows the measured accuracies."""
-    accuracy = _prior(config)
-    if name == "slackfit":
-        from slim_scheduler.core.router.slackfit import SlackFit
-
-        deadline_ms = config.workload.deadline_ms or config.workload.slo_ms
-        return SlackFit(facts, accuracy, deadline_ms / 1e3)
-    if name == "reward-greedy":
-        from slim_scheduler.core.router.reward_greedy import RewardGreedy
-
-        return RewardGreedy(facts, accuracy, config.reward)
-    from slim_scheduler.core.router.plan.choices import pairs, uniform
-    from slim_scheduler.core.router.plan.follower import PlanFollower
-    from slim_scheduler.core.router.plan.plans import RHO, Plans
-
-    _, _, rho = name.partition(":")
-    try:
-        busy = float(rho) if rho else RHO
-    except ValueError:
-        raise ConfigError(f"router {name}: {rho!r} is no share of a device's time; such as lp:0.95") from None
-    further = pairs(facts, accuracy, uniform(accuracy)) if config.router.escalation else ()
-    return PlanFollower(Plans(facts, accuracy, busy, further), name)
-
-
-def build_escalation(config: Config, shape: ModelShape, router: Router) -> Escalation | None:
-    """Which items run again under a router: as its W says, or its plan. None: none does. Raises ConfigError."""
-    from slim_scheduler.core.router.plan.follower import PlanFollower
-
-    if isinstance(router, PlanFollower):
-        return router if config.router.escalation else None
-    passes = two_passes(router.name.partition(":")[2]) if "+" in router.name else None
-    if passes is None:
-        return None
-    second = width_tuple(passes.second, shape)
-    return FixedEscalation(second, passes.threshold, _as_choice(passes, second, config, shape))
-
-
-def _as_choice(passes: TwoPasses, second: WidthTuple, config: Config, shape: ModelShape) -> Sequence[Choice]:
-    """A W of two passes with its measured accuracy, which floors may count on; nothing where that is not known."""
-    from slim_scheduler.core.router.plan.choices import pair_of
-
-    if passes.first == "random":
-        return ()
-    try:
-        return (pair_of(_prior(config), width_tuple(passes.first, shape), second, passes.threshold),)
-    except DataError:
-        return ()
-
-
-def _prior(config: Config) -> AccuracyTable:
+def _prior(folder: Path) -> AccuracyTable:
     """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
-    from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
-
-    folder = Path(config.model.path)
     tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
     return read_accuracy(next((path for path in tables if path.is_file()), folder))
 
@@ -266,8 +160,8 @@ def build_dispatcher(
     router: Router | None = None,
     escalation: Escalation | None = None,
 ) -> Dispatcher:
-    """The dispatcher of a run. `router`, where given, is used instead of the one `router_name` names; `escalation` then
-    says which items run again."""
+    """The dispatcher of a run: with the router of that name and what it lets run again, or with a given router and
+    escalation. Raises InputError."""
     dispatch = config.dispatch
     limits = DispatchLimits(
         reentry_back=dispatch.reentry == "back",
@@ -284,11 +178,13 @@ def build_dispatcher(
         router_probe=config.router.probe_s,
         batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
-    chosen = router or build_router(router_name, config, shape, profiles)
-    fallback = _fallback(config, shape, profiles)
-    escalation = escalation or build_escalation(config, shape, chosen)
+    inputs = router_inputs(config, shape, profiles)
+    if router is None:
+        router = routers.build_router(router_name, inputs)
+        escalation = routers.build_escalation(router, inputs)
+    fallback = routers.build_router(inputs.fallback, inputs)
     calibration = None if accuracy is None else accuracy.calibration
-    return Dispatcher(limits, shape, chosen, fallback, run_rng(seed, "router"), accuracy, escalation, calibration)
+    return Dispatcher(limits, shape, router, fallback, run_rng(seed, "router"), accuracy, escalation, calibration)
 
 
 def build_server(
@@ -349,21 +245,14 @@ def run_rng(seed: int, part: str) -> Generator:
     return default_rng(SeedSequence(seed, spawn_key=(STREAMS.index(part),)))
 
 
-def _fallback(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
-    return build_router(_fallback_name(config, shape, profiles), config, shape, profiles)
-
-
-def _fallback_name(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> str:
+def _fallback(config: Config, shape: ModelShape, profiled: bool) -> str:
+    """The router that stands in. Without profiles a cost model is the shortest queue."""
     middle = shape.widths[(len(shape.widths) - 1) // 2]
     name = config.router.fallback or f"cost-model:{middle:g}"
-    return name.replace("cost-model:", "jsq:") if profiles is None and name.startswith("cost-model:") else name
+    if not profiled and parse_router(name).kind == "cost-model":
+        return f"jsq:{name.partition(':')[2]}"
+    return name
 
 
 def _budget(server: ServerConfig) -> int:
     return int(server.vram_budget_gib * 2**30)
-
-
-def _shares_of_run(run: Path) -> dict[int, dict[float, float]]:
-    from slim_scheduler.record.recorder import read_width_shares  # the record needs pyarrow, which most routers do not
-
-    return read_width_shares(run)

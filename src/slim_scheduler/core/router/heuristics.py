@@ -28,10 +28,7 @@ def width_rule(text: str, shape: ModelShape) -> WidthRule:
 
 def width_tuple(text: str, shape: ModelShape) -> WidthTuple:
     """`0.25` or `0.25/0.5/0.75/1`, one width per segment. Raises ConfigError, InputError for what is not served."""
-    try:
-        widths = tuple(float(part) for part in text.split("/"))
-    except ValueError:
-        raise ConfigError(f"width {text!r} is neither a width, a tuple such as 0.25/0.5/0.75/1, nor random") from None
+    widths = read_widths(text)
     for width in widths:
         shape.index(width)
     if len(widths) == 1:
@@ -39,6 +36,14 @@ def width_tuple(text: str, shape: ModelShape) -> WidthTuple:
     if len(widths) != shape.segments:
         raise ConfigError(f"width tuple {text} has {len(widths)} entries; {shape.name} has {shape.segments} segments")
     return widths
+
+
+def read_widths(text: str) -> WidthTuple:
+    """The numbers of `0.25` or `0.25/0.5/0.75/1`, whatever network they are for. Raises ConfigError."""
+    try:
+        return tuple(float(part) for part in text.split("/"))
+    except ValueError:
+        raise ConfigError(f"width {text!r} is neither a width, a tuple such as 0.25/0.5/0.75/1, nor random") from None
 
 
 def width_shares(shares: Mapping[int, Mapping[Width, float]]) -> WidthRule:

@@ -28,6 +28,12 @@ class HeadKind(msgspec.Struct, frozen=True, gc=False):
     again: bool = False
 
 
+def check_rho(rho: float) -> None:
+    """Raises InputError for what is not in (0, 2]."""
+    if not 0 < rho <= MOST_RHO:
+        raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
+
+
 class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
     the queue grows for as long as the load lasts. Raises InputError for what is not in (0, 2]."""
@@ -35,8 +41,7 @@ class Plans:
     def __init__(
         self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO, pairs: Sequence[Choice] = ()
     ) -> None:
-        if not 0 < rho <= MOST_RHO:
-            raise InputError(f"rho is {rho:g}; it must be above 0 and at most {MOST_RHO:g}")
+        check_rho(rho)
         self.facts = facts
         self.overload = max(1.0, rho)
         self.overloaded = rho > 1

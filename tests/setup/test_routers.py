@@ -1,0 +1,82 @@
+"""The table of routers: configuration, command line and management interface read names alike."""
+
+import asyncio
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.serve.observer import Observer
+from slim_scheduler.serve.refusal import Kind, Refusal
+from slim_scheduler.serve.repository import Repository
+from slim_scheduler.setup.config import Config, load_config, with_overrides
+from slim_scheduler.setup.machines import build_router, load_profiles, load_shape
+from slim_scheduler.setup.routers import ROUTERS, parse_router, usages
+
+DEMO = Path("examples/demo/cluster.toml")
+GOOD = [
+    "auto",
+    "random",
+    "round-robin:random",
+    "jsq:0.5",
+    "jsq:0.25/0.5/0.75/1",
+    "jsq:0.25+1@0.4",
+    "p2c:0.25",
+    "cost-model:0.5",
+    "slackfit",
+    "reward-greedy",
+    "lp",
+    "lp:0.85",
+]
+BAD = ["", "fastest", "jsq", "jsq:", "jsq:wide", "jsq:0.25+1", "random:0.5", "slackfit:1", "lp:many", "lp:2.5", "ppo:"]
+
+
+def never_built(config: Config, observer: Observer) -> NoReturn:
+    raise AssertionError("no model is loaded here")
+
+
+def answer_of_the_management_interface(name: str) -> Refusal:
+    """What it says to a router's name for a model that is not loaded: names are read first."""
+    config = load_config(DEMO)
+    models = Repository(config, never_built)
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(models.set_router(Path(config.model.path).name, name))
+    return refused.value
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_router_that_one_takes_all_take(name: str) -> None:
+    config = with_overrides(load_config(DEMO), [f'router.name="{name}"'])
+    shape = load_shape(config)
+    built = build_router(name, config, shape, load_profiles(config, shape))
+    assert built.name == ("lp" if name == "auto" else name)
+    assert answer_of_the_management_interface(name).kind == Kind.UNAVAILABLE, "the name is good, the model is not there"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_router_that_one_refuses_all_refuse(name: str) -> None:
+    config = load_config(DEMO)
+    shape = load_shape(config)
+    for refused in (
+        lambda: parse_router(name),
+        lambda: build_router(name, config, shape, load_profiles(config, shape)),
+    ):
+        with pytest.raises(InputError):
+            refused()
+    assert answer_of_the_management_interface(name).kind == Kind.INVALID
+    for key in ("router.name", "router.fallback", "training.warm_start"):
+        if name or key == "router.name":  # empty: none
+            with pytest.raises(InputError):
+                with_overrides(config, [f'{key}="{name}"'])
+
+
+def test_the_list_of_names_has_every_kind() -> None:
+    for kind in ROUTERS:
+        assert kind in usages()
+
+
+@pytest.mark.parametrize("name", ["jsq@runs/random", "tests.cli.routers:Shortest"])
+def test_the_management_interface_reads_no_file_and_imports_no_code(name: str) -> None:
+    assert parse_router(name).needs_files
+    assert answer_of_the_management_interface(name).kind == Kind.INVALID
