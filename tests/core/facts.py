@@ -88,6 +88,9 @@ def cluster(*servers: ServerFacts, groups: tuple[int, ...] = (1, 2, 4, 8), **cha
     return RouterFacts(SHAPE, groups, {s.name: s for s in servers}, **{"move_activations": False, **changes})  # type: ignore[arg-type]
 
 
+FACTS_OF_TWO = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind)))
+
+
 def seen(
     name: str,
     pending: dict[tuple[int, Width], int] | None = None,

@@ -69,9 +69,8 @@ def test_a_policy_sees_what_the_heuristics_reckon_with():
     known, unit = facts(), 0.1
     a = seen("a", {(0, 0.5): 4}, loaded=())
     now = view(a, segment=1, previous=0.5, home="b", waiting=5)
-    row = ExtendedEncoder(known, unit).encode(now).servers[0]
+    encoder = ExtendedEncoder(known, unit)
+    row = encoder.encode(now).servers[0]
     cost = ServerCost(known.servers["a"], known)
-    done = {unit * expm1(TIME_SCALE * figure) for figure in row.tolist()}
-    for width in WIDTHS:
-        expected = cost.completion(a, now.head, width)
-        assert any(expected == pytest.approx(seconds, rel=1e-5) for seconds in done)
+    done = [unit * expm1(TIME_SCALE * figure) for figure in row[encoder.layout.server["done"]].tolist()]
+    assert done == pytest.approx([cost.completion(a, now.head, width) for width in WIDTHS], rel=1e-5)

@@ -33,7 +33,13 @@ def sizes_for(kind, facts, hidden=32):
     encoder = build_encoder(kind, facts, full_batch_time(facts), lambda: Plans(facts, Table()))
     servers = len(facts.servers) if kind == "paper" else None
     return NetworkSizes(
-        kind, encoder.shared_size, encoder.server_size, servers, len(facts.shape.widths), len(facts.groups), hidden
+        kind,
+        encoder.layout.shared.size,
+        encoder.layout.server.size,
+        servers,
+        len(facts.shape.widths),
+        len(facts.groups),
+        hidden,
     )
 
 
@@ -234,7 +240,7 @@ def test_a_policy_is_refused_where_it_does_not_belong(tmp_path):
         load_router(tmp_path / "nothing", facts, Table)
 
 
-@pytest.mark.parametrize("damage", ["weights", "manifest", "sizes", "format"])
+@pytest.mark.parametrize("damage", ["weights", "manifest", "sizes", "format", "layout"])
 def test_a_damaged_policy_is_refused(tmp_path, damage):
     facts = write_random_policy(tmp_path / "policy", training_cluster(tmp_path / "cluster"), "extended")
     weights, manifest = tmp_path / "policy" / "policy.safetensors", tmp_path / "policy" / "manifest.json"
@@ -249,7 +255,7 @@ def test_a_damaged_policy_is_refused(tmp_path, damage):
         if damage == "sizes":
             tree["sizes"]["hidden"] += 1
         else:
-            tree["format"] = 99
+            tree[damage] = 99
         manifest.write_text(json.dumps(tree))
     with pytest.raises(CheckpointError):
         load_router(tmp_path / "policy", facts, Table)

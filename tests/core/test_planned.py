@@ -9,14 +9,20 @@ from slim_scheduler.core.router.learned.planned import MOST_BEHIND
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision
-from tests.core.facts import WIDTHS, Table, cluster, seen, server, ten_ms_per_item, view
+from tests.core.facts import FACTS_OF_TWO, WIDTHS, Table, seen, view
 
-FACTS = cluster(server("a"), server("b", lambda *kind: 3 * ten_ms_per_item(*kind)))
+FACTS = FACTS_OF_TWO
 KINDS = [(0, None), (1, 0.5), (1, 1.0)]
 
 
 def planned(rho=RHO):
     return build_encoder("planned", FACTS, 0.1, lambda: Plans(FACTS, Table(), rho))
+
+
+def told(encoder, now):
+    """The plan's next width and server, as the observation has them: one of each, or none."""
+    seen, layout = encoder.encode(now), encoder.layout
+    return seen.shared[layout.shared["next_width"]], seen.servers[:, layout.server["next_server"]]
 
 
 @pytest.mark.parametrize("load", [39, 86, 126])
@@ -36,13 +42,13 @@ def test_the_plans_next_choice_is_what_the_plan_follower_decides(load):
             now=0.01 * step,
             completed=int(0.01 * step * load),
         )
-        shared, rows = encoder.encode(now)[:2]
+        next_width, next_server = told(encoder, now)
         decision = teacher.decide(now, rng)
         theirs = decision.server, decision.width
-        assert decision.width == WIDTHS[int(np.argmax(shared[-len(WIDTHS) :]))]
-        assert shared[-len(WIDTHS) :].sum() == 1.0
-        assert decision.server == encoder.names[int(np.argmax(rows[:, -1]))]
-        assert rows[:, -1].sum() == 1.0
+        assert decision.width == WIDTHS[int(np.argmax(next_width))]
+        assert next_width.sum() == 1.0
+        assert decision.server == encoder.names[int(np.argmax(next_server))]
+        assert next_server.sum() == 1.0
         assert decision.server != "b" or full.available
         encoder.took(now, decision)
         chosen.add(theirs)
@@ -50,15 +56,16 @@ def test_the_plans_next_choice_is_what_the_plan_follower_decides(load):
 
 
 def test_what_was_decided_is_what_counts():
-    encoder, count = planned(), len(WIDTHS)
+    encoder = planned()
+    columns = encoder.layout.server
     now = view(seen("a"), seen("b"), segment=1, previous=0.5, waiting=8)
     before = encoder.encode(now).servers.copy()
-    shares, behind = before[:, -1 - 2 * count : -1 - count], before[:, -1 - count : -1]
+    shares, behind = before[:, columns["planned_share"]], before[:, columns["behind"]]
     shared = np.argwhere((shares > 0) & (shares < 1))
     assert len(shared) > 1, "a plan that mixes"
     row, column = shared[0]
     encoder.took(now, Decision(encoder.names[row], WIDTHS[column], 8))
-    after = encoder.encode(now).servers[:, -1 - count : -1]
+    after = encoder.encode(now).servers[:, columns["behind"]]
     assert after[row, column] < behind[row, column], "it is less behind"
     assert all(after[r, c] > behind[r, c] for r, c in shared[1:]), "the others are more"
 
@@ -67,13 +74,13 @@ def test_figures_are_bounded_and_shares_sum_to_one():
     encoder = planned()
     now = view(seen("a"), seen("b"), waiting=100_000)
     rows = encoder.encode(now).servers
-    count = len(WIDTHS)
-    assert np.abs(rows[:, -1 - count : -1]).max() == MOST_BEHIND
-    assert rows[:, -1 - 2 * count : -1 - count].sum() == pytest.approx(1.0)
+    columns = encoder.layout.server
+    assert np.abs(rows[:, columns["behind"]]).max() == MOST_BEHIND
+    assert rows[:, columns["planned_share"]].sum() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("rho", "told"), [(0.9, 0), (1.5, 1)])
-def test_with_all_planned_servers_full_the_width_is_told_where_the_queue_may_grow(rho, told):
+@pytest.mark.parametrize(("rho", "widths"), [(0.9, 0), (1.5, 1)])
+def test_with_all_planned_servers_full_the_width_is_told_where_the_queue_may_grow(rho, widths):
     full = view(seen("a", {(0, 0.5): 64}), seen("b", {(0, 0.5): 64}))
-    shared, rows = planned(rho).encode(full)[:2]
-    assert (shared[-len(WIDTHS) :].sum(), rows[:, -1].sum()) == (told, 0)
+    next_width, next_server = told(planned(rho), full)
+    assert (next_width.sum(), next_server.sum()) == (widths, 0)

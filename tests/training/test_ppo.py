@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from slim_scheduler.core.router.learned.layout import Features, Layout
 from slim_scheduler.core.router.learned.policy import NetworkSizes
 from slim_scheduler.setup.config import TrainingConfig
 from slim_scheduler.training.episode import Credit
@@ -26,6 +27,7 @@ from slim_scheduler.training.ppo import (
 )
 from slim_scheduler.training.rollout import Rollout, Steps
 
+NO_PLAN = Layout(Features({}), Features({}))
 ONE_STEP = Horizon("one-step", 1.0, 0.95, 1)
 
 
@@ -77,15 +79,14 @@ def test_eq_12_takes_the_entropy_of_the_unmixed_head():
 
 def test_the_plans_next_width_is_what_the_width_head_is_held_to():
     out = outputs([1.0], [0.1, 0.7, 0.2], [1.0])
-    torch.testing.assert_close(planned_width(out, torch.tensor([[9.0, 0.0, 1.0, 0.0]])).item(), math.log(0.7))
-    assert planned_width(out, torch.tensor([[9.0, 0.0, 0.0, 0.0]])).item() == 0.0, "it names none"
+    torch.testing.assert_close(planned_width(out, torch.tensor([[0.0, 1.0, 0.0]])).item(), math.log(0.7))
+    assert planned_width(out, torch.zeros(1, 3)).item() == 0.0, "it names none"
 
 
 def test_the_server_of_lp_is_what_the_server_head_is_held_to():
     out = outputs([0.1, 0.7, 0.2], [1.0], [1.0])
-    rows = torch.tensor([[[9.0, 0.0], [9.0, 1.0], [9.0, 0.0]]])
-    torch.testing.assert_close(planned_server(out, rows).item(), math.log(0.7))
-    assert planned_server(out, torch.zeros_like(rows)).item() == 0.0, "it names none"
+    torch.testing.assert_close(planned_server(out, torch.tensor([[0.0, 1.0, 0.0]])).item(), math.log(0.7))
+    assert planned_server(out, torch.zeros(1, 3)).item() == 0.0, "it names none"
 
 
 def test_gradient_of_the_mixture_likelihood_matches_finite_differences():
@@ -203,7 +204,7 @@ def test_a_two_armed_bandit_is_solved(kind: str):
     """Server 1, the second of three widths and the first of two groups pay; nothing else does."""
     sizes = NetworkSizes(kind, 2, 3, 2 if kind == "paper" else None, 3, 2, 16)
     settings = TrainingConfig(learning_rate=1e-2, minibatch=256, entropy_coef=0.0)
-    ppo = PPO(PolicyNetwork(sizes, torch.Generator().manual_seed(0)), settings)
+    ppo = PPO(PolicyNetwork(sizes, torch.Generator().manual_seed(0)), settings, NO_PLAN)
     rng = np.random.default_rng(0)
     blank = steps(0, 256)
     rows = np.zeros((256, 2, 3), np.float32)

@@ -59,7 +59,8 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._encoder = self._encoder_for(facts)
         self._episode: Episode | None = None
         self._observation: Observation | None = None
-        size = self._encoder.shared_size + len(self._encoder.names) * self._encoder.server_size
+        layout = self._encoder.layout
+        size = layout.shared.size + len(self._encoder.names) * layout.server.size
         self.observation_space = spaces.Box(*OBSERVED, (size,), np.float32)
         self.action_space = spaces.MultiDiscrete([len(self._encoder.names), len(self._widths), len(self._groups)])
 

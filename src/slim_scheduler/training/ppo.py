@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slim_scheduler.core.router.learned.layout import Layout
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import TrainingConfig
 from slim_scheduler.training.episode import Credit
@@ -239,28 +240,28 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_coef: float) -> Ten
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
 
 
-def planned_server(out: Outputs, servers: Tensor) -> Tensor:
-    """Log-probability of the server that `lp` would take next, (B,); 0 where it names none."""
-    return (servers[:, :, -1] * torch.log_softmax(out.server, dim=1)).sum(dim=1)
+def planned_server(out: Outputs, next_server: Tensor) -> Tensor:
+    """Log-probability of the server that `lp` would take next, (B,); 0 where it names none. `next_server` is (B, N)."""
+    return (next_server * torch.log_softmax(out.server, dim=1)).sum(dim=1)
 
 
-def planned_width(out: Outputs, shared: Tensor) -> Tensor:
-    """Log-probability of the width that the plan would send next, (B,); 0 where it names none.
+def planned_width(out: Outputs, next_width: Tensor) -> Tensor:
+    """Log-probability of the width that the plan would send next, (B,); 0 where it names none. `next_width` is (B, W).
 
     The plan's mixture of widths is worth more than any of them, which no reward of a single decision tells: among
     widths that are worth the same, noise would drift to one of them, and the load with it. (Kickstarting: Schmitt et
     al. 2018, arXiv 1803.03835.)
     """
-    wanted = shared[:, -out.width.shape[1] :]
-    return (wanted * torch.log_softmax(out.width, dim=1)).sum(dim=1)
+    return (next_width * torch.log_softmax(out.width, dim=1)).sum(dim=1)
 
 
 class PPO:
     """A network, its optimiser, and how both change by one batch."""
 
-    def __init__(self, network: PolicyNetwork, settings: TrainingConfig) -> None:
+    def __init__(self, network: PolicyNetwork, settings: TrainingConfig, layout: Layout) -> None:
         self.network = network
         self.settings = settings
+        self._layout = layout
         self.optimizer = torch.optim.Adam(network.parameters(), lr=settings.learning_rate, eps=1e-5)
 
     def update(self, batch: Batch, rng: np.random.Generator, progress: float) -> UpdateStats:
@@ -287,9 +288,11 @@ class PPO:
                 entropy = torch.stack(parts_of_entropy).sum(0).mean()  # eq. 12
                 loss = -surrogate + settings.value_coef * value_loss - settings.entropy_coef * entropy  # eq. 13
                 if settings.plan_coef:
-                    loss = loss - settings.plan_coef * planned_width(out, inputs.shared[rows]).mean()
+                    next_width = inputs.shared[rows][:, self._layout.shared["next_width"]]
+                    loss = loss - settings.plan_coef * planned_width(out, next_width).mean()
                 if settings.plan_server_coef:
-                    loss = loss - settings.plan_server_coef * planned_server(out, inputs.servers[rows]).mean()
+                    next_server = inputs.servers[rows][:, :, self._layout.server["next_server"]][..., 0]
+                    loss = loss - settings.plan_server_coef * planned_server(out, next_server).mean()
                 norm = self._step(loss)
                 with torch.no_grad():
                     stats.policy_loss -= float(surrogate)

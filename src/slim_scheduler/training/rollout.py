@@ -245,8 +245,8 @@ class Actor:
         return Steps(
             number=np.zeros(n, np.int64),
             at=np.zeros(n),
-            shared=np.zeros((n, encoder.shared_size), np.float32),
-            servers=np.zeros((n, most, encoder.server_size), np.float32),
+            shared=np.zeros((n, encoder.layout.shared.size), np.float32),
+            servers=np.zeros((n, most, encoder.layout.server.size), np.float32),
             server_mask=np.zeros((n, most), bool),
             present=np.zeros((n, most), bool),
             width_mask=np.zeros((n, len(facts.shape.widths)), bool),

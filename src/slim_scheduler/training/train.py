@@ -17,6 +17,7 @@ import torch
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.layout import LAYOUT, layout_of
 from slim_scheduler.core.router.learned.policy import NetworkSizes
 from slim_scheduler.core.router.learned.router import PolicyManifest
 from slim_scheduler.core.router.plan.plans import Plans
@@ -53,7 +54,8 @@ def train(
         raise ConfigError("training.decisions is 0 and nothing is imitated; give decisions, or a warm_start alone")
     facts = Scenarios(config).facts
     manifest = _manifest(config, seed)
-    ppo = PPO(fresh_network(config, seed), training)
+    layout = layout_of(training.observation, facts.shape, len(facts.servers))
+    ppo = PPO(fresh_network(config, seed), training, layout)
     settings = _fingerprint(config, seed)
     state = read_checkpoint(out / "checkpoint", settings, ppo) or TrainingState(
         update=0, decided=0, scale=RewardScale(), settings=settings
@@ -155,6 +157,7 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
     encoder = build_encoder(training.observation, facts, batch_time, plans)
     shape = facts.shape
     return PolicyManifest(
+        layout=LAYOUT,
         kind=training.observation,
         network=shape.name,
         segments=shape.segments,
@@ -162,8 +165,8 @@ def _manifest(config: Config, seed: int) -> PolicyManifest:
         groups=facts.groups,
         sizes=NetworkSizes(
             kind=training.observation,
-            shared=encoder.shared_size,
-            server=encoder.server_size,
+            shared=encoder.layout.shared.size,
+            server=encoder.layout.server.size,
             servers=len(facts.servers) if training.observation == "paper" else None,
             widths=len(shape.widths),
             groups=len(facts.groups),

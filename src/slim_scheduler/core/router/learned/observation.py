@@ -14,6 +14,7 @@ import numpy.typing as npt
 from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import ServerCost, cluster_capacity
+from slim_scheduler.core.router.learned.layout import Layout, layout_of
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import Head, ServerReport, ServerView, View
 
@@ -42,12 +43,11 @@ class Observation(NamedTuple):
 
 
 class Encoder(Protocol):
-    """`names` are the servers in the order of the rows, which is the order of the choices. Each decision about a view
-    must be told (`took`)."""
+    """`names` are the servers in the order of the rows, which is the order of the choices; `layout` names the columns.
+    Each decision about a view must be told (`took`)."""
 
     names: tuple[str, ...]
-    shared_size: int
-    server_size: int
+    layout: Layout
 
     def encode(self, view: View) -> Observation: ...
 
@@ -81,8 +81,7 @@ class PaperEncoder:
 
     def __init__(self, facts: RouterFacts) -> None:
         self.names = tuple(facts.servers)
-        self.shared_size = 2 + 3 * len(self.names)
-        self.server_size = 0
+        self.layout = layout_of("paper", facts.shape, len(self.names))
         self._choices = _Choices(facts)
         self._no_rows = np.zeros((len(self.names), 0), np.float32)
         self._most_power = {name: max(server.profile.power.y) for name, server in facts.servers.items()}
@@ -137,9 +136,8 @@ class ExtendedEncoder:
             for segment in self._segments
             for previous in ((None,) if segment == 0 else shape.widths)
         }
-        self.shared_size = 2 * shape.segments + len(shape.widths) + 7
-        self.server_size = SERVER_FIGURES + 2 * shape.segments + 4 * len(shape.widths)
-        self._absent = [0.0] * self.server_size
+        self.layout = layout_of("extended", shape, len(self.names))
+        self._absent = [0.0] * self.layout.server.size
         self._window_start: Seconds = float("-inf")
         self._window_completed = 0
         self._rate = 0.0  # items per second, of the cluster's capacity
@@ -149,7 +147,7 @@ class ExtendedEncoder:
         self._measure_rate(view)
         time = self._batch_time
         waiting = log1p(head.waiting) / COUNT_SCALE
-        shared = [
+        shared = [  # as `layout.py` names them
             *self._prefixes[head.segment, head.previous_width],
             waiting,
             log1p(head.age / time) / TIME_SCALE,
@@ -187,9 +185,6 @@ class ExtendedEncoder:
             rate = (completed - self._window_completed) / (now - self._window_start) / self._capacity
             self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate
         self._window_start, self._window_completed = now, completed
-
-
-SERVER_FIGURES = 14  # the columns that are neither per segment nor per width
 
 
 class _ServerEncoder:
@@ -231,7 +226,7 @@ class _ServerEncoder:
         credit = server.credit
         count = min(head.waiting, self._facts.max_batch, max(1, credit))
         predicted = self._cost.predict(server, head, count)
-        return [
+        return [  # as `layout.py` names them
             1.0 if server.up else 0.0,
             credit / server.credit_tasks,
             log1p(server.outstanding) / COUNT_SCALE,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from slim_scheduler.core.router.learned.layout import layout_of
 from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
@@ -35,30 +36,30 @@ class PlannedEncoder:
         }
         self._units = {name: 1.0 / server.max_batch for name, server in facts.servers.items()}
         self.names = self._seen.names
-        self.shared_size = self._seen.shared_size + 1 + len(self._widths)
-        self.server_size = self._seen.server_size + 2 * len(self._widths) + 1
+        self.layout = layout_of("planned", facts.shape, len(self.names))
 
     def encode(self, view: View) -> Observation:
         seen = self._seen.encode(view)
         shares = self._ledger.shares(view)
-        count = len(self._widths)
-        figures = np.zeros((len(self.names), 2 * count + 1), np.float32)
-        figures[:, count:-1] = NOT_PLANNED
-        for target, behind in self._ledger.behind(view, shares).items():
-            row, column = self._places[target]
-            figures[row, column] = shares[target]
-            figures[row, count + column] = max(-MOST_BEHIND, min(MOST_BEHIND, behind * self._units[target[0]]))
-        shared = np.zeros(1 + count, np.float32)
-        shared[0] = self._ledger.load
+        of_all, of_server = self.layout
+        shared = np.zeros(of_all.size, np.float32)
+        shared[: len(seen.shared)] = seen.shared
+        servers = np.zeros((len(self.names), of_server.size), np.float32)
+        servers[:, : seen.servers.shape[1]] = seen.servers
+        # Views of these columns: what is written here stands there.
+        share, behind = servers[:, of_server["planned_share"]], servers[:, of_server["behind"]]
+        behind[:] = NOT_PLANNED
+        for target, tasks in self._ledger.behind(view, shares).items():
+            place = self._places[target]
+            share[place] = shares[target]
+            behind[place] = max(-MOST_BEHIND, min(MOST_BEHIND, tasks * self._units[target[0]]))
+        shared[of_all["planned_load"]] = self._ledger.load
         next_server, next_width = self._next(view, shares)
         if next_server is not None:
-            figures[next_server, -1] = 1.0
+            servers[next_server, of_server["next_server"]] = 1.0
         if next_width is not None:
-            shared[1 + next_width] = 1.0
-        return seen._replace(
-            shared=np.concatenate((seen.shared, shared)),
-            servers=np.concatenate((seen.servers, figures), axis=1),
-        )
+            shared[of_all["next_width"]][next_width] = 1.0
+        return seen._replace(shared=shared, servers=servers)
 
     def _next(self, view: View, shares: Mapping[Target, float]) -> tuple[int | None, int | None]:
         """Indices of the server and width that `lp` would take."""

@@ -7,7 +7,7 @@ guard falls back and counts it.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import CheckpointError, RouterError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.layout import LAYOUT, Kind
 from slim_scheduler.core.router.learned.observation import Encoder, Flags, Floats, Observation
 from slim_scheduler.core.router.learned.policy import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.learned.situations import Situations
@@ -29,11 +30,12 @@ DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy was made for. `batch_time` is the unit of its times, `plan_rho` is of the plans it sees (`Plans`);
-    `training` and `reward` are for readers."""
+    """What a policy was made for. `layout` is the version of the columns it knows; `batch_time` is the unit of its
+    times, `plan_rho` is of the plans it sees (`Plans`); `training` and `reward` are for readers."""
 
     format: int = FORMAT
-    kind: Literal["paper", "extended", "planned"]
+    layout: int = 1  # manifests from before it was counted are of the first
+    kind: Kind
     network: str
     segments: int
     widths: tuple[Width, ...]
@@ -48,6 +50,11 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     def check_fits(self, facts: RouterFacts, name: str) -> None:
         """Raises CheckpointError where the policy is for another network or other choices."""
         shape = facts.shape
+        if self.layout != LAYOUT:
+            raise CheckpointError(
+                f"{name} knows observations of layout {self.layout}; this version makes layout {LAYOUT}; "
+                "train one with `slim train`"
+            )
         for what, mine, theirs in (
             ("network", self.network, shape.name),
             ("segments", self.segments, shape.segments),
@@ -140,7 +147,7 @@ class _OtherCluster:
 
     def __init__(self, encoder: Encoder, manifest: PolicyManifest) -> None:
         self.names = encoder.names
-        self.shared_size, self.server_size = encoder.shared_size, encoder.server_size
+        self.layout = encoder.layout
         self._trained_for = manifest.sizes.servers
 
     def encode(self, view: View) -> Observation:
