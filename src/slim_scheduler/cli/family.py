@@ -113,7 +113,6 @@ def _cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Pat
     name = re.sub(r"[^A-Za-z0-9]+", "-", common).strip("-") or "family"
     folder = cache_folder("families") / digest.hexdigest()[:32] / name
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         show_family(run_import(files, folder, data, wishes))
     return folder
 

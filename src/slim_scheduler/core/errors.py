@@ -5,6 +5,8 @@ prints it and exits with 2. Overload, deadlines, lost servers and cancellations 
 exceptions.
 """
 
+import re
+
 
 class SlimError(Exception):
     """Base of all errors raised on purpose."""
@@ -48,3 +50,12 @@ class OutOfMemoryError(SlimError):
 
 class DeviceLostError(SlimError):
     """A device failed in a way that no later call of this process can get past: its server falls silent."""
+
+
+NOISE = re.compile(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : (/\S+ )?")  # before what an error of it says
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, as part of one line of ours."""
+    lines = NOISE.sub("", str(error).strip()).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)[:200]

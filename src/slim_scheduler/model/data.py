@@ -19,6 +19,7 @@ DIGITS_TEST_SHARE = 1 / 3
 FOLDER_TEST_SHARE = 1 / 5
 MOST_PIXELS = 512 * 512  # of one image: all of them are kept in memory
 GREY_MODES = {"1", "L", "LA", "I", "I;16"}
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by channels
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm")
 
 
@@ -162,7 +163,7 @@ def read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.u
     channels, height, width = item_shape
     try:
         with Image.open(path) as image:
-            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
+            resized = image.convert(MODES[channels]).resize((width, height), Image.Resampling.BILINEAR)
     except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise DataError(f"image {path} cannot be read ({error}); replace it or take it out") from None
     array = np.asarray(resized, dtype=np.uint8)

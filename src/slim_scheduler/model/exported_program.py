@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.errors import InputError, first_line
 
 MOST_BYTES = 2 << 30
 MOST_JSON_BYTES = 64 << 20
@@ -59,7 +59,9 @@ def onnx_of_exported_program(path: Path) -> bytes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.load(clean)
-            program.example_inputs = ((_example(path, program),), {})
+            example = _example(path, program)
+            _, named = program.call_spec.in_spec.children()
+            program.example_inputs = ((), {named.context[0]: example}) if named.num_leaves else ((example,), {})
             made = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False)
             assert made is not None, "without a file it returns the program"
             content: bytes = made.model_proto.SerializeToString()
@@ -67,7 +69,9 @@ def onnx_of_exported_program(path: Path) -> bytes:
         raise
     except Exception as error:  # the loader and the exporter raise whatever they like
         raise _refuse(
-            path, f"cannot be turned into an ONNX graph ({type(error).__name__}: {_first_line(error)})"
+            path,
+            f"cannot be turned into an ONNX graph ({type(error).__name__}: {first_line(error)}); export it in "
+            "evaluation mode, or to ONNX",
         ) from None
     finally:
         logging.getLogger("torch.onnx").setLevel(level)
@@ -98,7 +102,7 @@ def _clean_archive(path: Path) -> io.BytesIO:
         with zipfile.ZipFile(path) as archive:
             return _checked(path, archive)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, KeyError) as error:
-        raise _refuse(path, f"is damaged or truncated ({_first_line(error)}); export or fetch it again") from None
+        raise _refuse(path, f"is damaged or truncated ({first_line(error)}); export or fetch it again") from None
 
 
 def _checked(path: Path, archive: zipfile.ZipFile) -> io.BytesIO:
@@ -226,7 +230,3 @@ def _check_tensor(path: Path, stored: int, payload: Any, file: str) -> None:
 
 def _refuse(path: Path, why: str) -> InputError:
     return InputError(f"{path.name}: {why}")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

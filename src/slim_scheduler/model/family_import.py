@@ -4,6 +4,7 @@ Order of work: every file is checked before any is run; then variants are ranked
 what each rank gets right. Without labels a rank's share is its agreement with the last one, and is called so.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.errors import DataError, InputError
+from slim_scheduler.core.errors import DataError, InputError, first_line
 from slim_scheduler.model.accuracy import Answers, table_margins
 from slim_scheduler.model.calibration import fit_calibration
 from slim_scheduler.model.data import IMAGE_SUFFIXES, load_data, read_image
@@ -90,6 +91,7 @@ def import_family(
     labels = _labels(candidates, wishes.labels)
     ranked = _by_cost(candidates, progress)
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    made = [folder for folder in out.parents if not folder.exists()]  # the innermost first
     try:
         partial.mkdir(parents=True)
         manifest = _written(partial, out.name, ranked, labels)
@@ -101,6 +103,9 @@ def import_family(
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in made if not out.exists() else ():
+            with contextlib.suppress(OSError):  # somebody else put something into it
+                folder.rmdir()
     return manifest
 
 
@@ -141,7 +146,8 @@ def _checked(files: Sequence[Path], wishes: Wishes, progress: Progress) -> list[
 
 def _read(path: Path, size: tuple[int, int] | None, layout: Layout | None) -> tuple[str, Graph]:
     if not path.is_file():
-        raise InputError(f"{path} does not exist; give ONNX (.onnx) or torch.export (.pt2) files")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise InputError(f"{path} {what}; give ONNX (.onnx) or torch.export (.pt2) files")
     with path.open("rb") as file:
         head = file.read(4)
     if head[:1] == b"\x80":
@@ -196,16 +202,22 @@ def _with_open_batch(candidate: _Candidate) -> _Candidate:
         together = np.empty((0, 0), np.float32)
     except Exception as error:  # ONNX Runtime's own kinds share no base but this
         if not facts.batch:
-            raise InputError(f"{candidate.path.name}: does not run on 3 images ({_first_line(error)})") from None
+            raise InputError(f"{candidate.path.name}: does not run on 3 images ({first_line(error)})") from None
         together = np.empty((0, 0), np.float32)
     try:
-        apart = GraphSession(graph.content, 1, batch=facts.batch or 1, name=candidate.path.name).run(images)
+        session = GraphSession(graph.content, 1, batch=facts.batch or 1, name=candidate.path.name)
+        apart, again = session.run(images), session.run(images)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{candidate.path.name}: does not run on an image ({_first_line(error)})") from None
+        raise InputError(f"{candidate.path.name}: does not run on an image ({first_line(error)})") from None
     if not np.isfinite(apart).all():
         raise InputError(f"{candidate.path.name}: gives scores that are not finite numbers; export it again")
+    if np.abs(again - apart).max() > SAME_ANSWER * np.abs(apart).max():
+        raise InputError(
+            f"{candidate.path.name}: answers one image differently each time; export it in evaluation mode, without "
+            "dropout or random numbers"
+        )
     if together.shape == apart.shape and np.abs(together - apart).max() <= SAME_ANSWER * np.abs(apart).max():
         return candidate._replace(graph=open_graph)
     if not facts.batch:  # it says that it takes any batch, and mixes its items
@@ -238,9 +250,13 @@ def _random_images(graph: Graph, count: int) -> npt.NDArray[np.generic]:
 def _written(folder: Path, name: str, ranked: list[_Candidate], labels: tuple[str, ...] | None) -> FamilyManifest:
     """Writes the graphs; the manifest comes last, when everything is measured."""
     variants = []
+    stems = [candidate.path.stem for candidate in ranked]
     for rank, candidate in enumerate(ranked, 1):
         facts, content = candidate.graph.facts, candidate.graph.content
-        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", candidate.path.stem)[:60]
+        # Files of one name, each in a folder of its own, take its name too.
+        parts = candidate.path.resolve().parent.name, candidate.path.stem
+        name_here = "-".join(parts) if stems.count(candidate.path.stem) > 1 else candidate.path.stem
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name_here)[:60]
         file = f"{rank}-{stem}.onnx"
         (folder / file).write_bytes(content)
         variants.append(
@@ -286,7 +302,10 @@ def _labels(candidates: list[_Candidate], given: Path | None) -> tuple[str, ...]
     if given is not None:
         if not given.is_file() or given.stat().st_size > MOST_LABELS_BYTES:
             raise InputError(f"labels {given} is no file of at most {MOST_LABELS_BYTES} bytes; one class name per line")
-        names = _names(given.read_text())
+        try:
+            names = _names(given.read_text())
+        except UnicodeDecodeError:
+            raise InputError(f"labels {given} is no text in UTF-8; one class name per line") from None
         if names is None or len(names) != classes:
             raise InputError(f"labels {given} has {len(names or ())} names, the networks have {classes} classes")
         return names
@@ -340,7 +359,8 @@ def _images(data: str, manifest: FamilyManifest, named: bool) -> _Images:
 
         return _Images(loaded.name, len(pixels), loaded.test.labels, parts, loaded.classes)
     if not path.is_dir():
-        raise DataError(f"data {data} does not exist; give `digits`, class folders of images, or a folder of images")
+        what = "is a file" if path.exists() else "does not exist"
+        raise DataError(f"data {data} {what}; give `digits`, class folders of images, or a folder of images")
     root = path / "test" if (path / "test").is_dir() and (path / "train").is_dir() else path
     folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files: list[Path] = []
@@ -445,8 +465,3 @@ def _measured(family: Family, data: str, named: bool, progress: Progress) -> tup
 
 def _of(values: Sequence[T], i: int) -> T | None:
     return values[i if len(values) > 1 else 0] if values else None
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error)
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -8,17 +8,19 @@ is wrong with it, and what to do.
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto, helper
 
-from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.errors import InputError, first_line
+from slim_scheduler.model.graph_session import inferred_shapes
 
 Layout = Literal["NCHW", "NHWC"]
 DType = Literal["float32", "float16", "uint8"]
@@ -26,10 +28,16 @@ DType = Literal["float32", "float16", "uint8"]
 MOST_BYTES = (2 << 30) - 1  # of a file with its external data: protobuf's own limit
 MOST_TENSOR_BYTES = 1 << 30  # of one tensor while one item runs
 MOST_PIXELS = 4096 * 4096
-DOMAINS = ("", "ai.onnx", "com.microsoft")  # ONNX itself, and what every ONNX Runtime has besides
+MICROSOFT = "com.microsoft"
+DOMAINS = ("", "ai.onnx", MICROSOFT)  # ONNX itself, and what every ONNX Runtime has besides
 CHANNELS = (1, 3, 4)
 # Their output's size is an input's value: where it cannot be inferred, it may be anything.
 SIZED_BY_VALUE = ("ConstantOfShape", "Expand", "Tile", "Range", "RandomNormal", "RandomUniform")
+# Operators that multiply, and which of their inputs are the two factors.
+FACTORS = {
+    "Conv": (0, 1), "FusedConv": (0, 1), "ConvInteger": (0, 1), "QLinearConv": (0, 3),
+    "Gemm": (0, 1), "MatMul": (0, 1), "MatMulInteger": (0, 1), "QLinearMatMul": (0, 3), "QGemm": (0, 3),
+}  # fmt: skip
 INPUT_TYPES: dict[int, DType] = {
     TensorProto.FLOAT: "float32",
     TensorProto.FLOAT16: "float16",
@@ -81,17 +89,26 @@ def check_onnx(path: Path, raw: bytes, size: tuple[int, int] | None = None, layo
     if not model.graph.node or not model.opset_import:
         raise _refuse(path, "holds no ONNX graph, or is truncated; export or fetch it again")
     if model.functions:
-        model = onnx.inliner.inline_local_functions(model)
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+            raise _invalid(path, error) from None
     _check_nodes(path, model)
     _take_weights(path, model)
     source, output = _ends(path, model)
-    _drop_softmax(model, output)
+    _drop_softmax(path, model, output)
+    if not output.type.tensor_type.HasField("shape"):
+        output.type.tensor_type.shape.dim.extend([TensorShapeProto.Dimension()] * 2)
     dtype, found, order, channels, batch = _image(path, source, size, layout)
     try:
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise _refuse(path, f"is no valid ONNX graph ({_first_line(error)}); export it again") from None
-    workspace, macs, classes = _sizes(path, model, source.name, found, order, channels, batch)
+        raise _invalid(path, error) from None
+    image = (batch or 1, channels, *found) if order == "NCHW" else (batch or 1, *found, channels)
+    shapes = _shapes(path, model, source.name, image)
+    if _flattened(model, shapes):
+        shapes = _shapes(path, model, source.name, image)
+    workspace, macs, classes = _sizes(path, model, shapes, batch or 1)
     facts = GraphFacts(
         input=source.name,
         dtype=dtype,
@@ -132,6 +149,10 @@ def _check_nodes(path: Path, model: ModelProto) -> None:
         raise _refuse(path, "holds training information; export it for inference")
     if model.graph.sparse_initializer:
         raise _refuse(path, "has sparse weights; export it with dense ones")
+    latest = onnx.defs.onnx_opset_version()
+    for opset in model.opset_import:
+        if opset.domain in ("", "ai.onnx") and opset.version > latest:
+            raise _refuse(path, f"is of opset {opset.version}, at most {latest} is read; export it with an older opset")
     for node in model.graph.node:
         if node.domain not in DOMAINS:
             raise _refuse(
@@ -145,6 +166,8 @@ def _check_nodes(path: Path, model: ModelProto) -> None:
                 f"has control flow ({_quote(node.op_type)}); export it with fixed shapes, so that every item takes the "
                 "same path",
             )
+        if any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute):
+            raise _refuse(path, f"has {_quote(node.op_type)} in training mode; export it in evaluation mode")
 
 
 def _take_weights(path: Path, model: ModelProto) -> None:
@@ -226,8 +249,11 @@ def _image(
     if dtype is None:
         name = TensorProto.DataType.Name(kind.elem_type) if kind.elem_type else "no tensor"
         raise _refuse(path, f"input {_quote(source.name)} is {name}; served are float32, float16 and uint8 images")
-    dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
-    said = "x".join("?" if dim is None else str(dim) for dim in dims)
+    if not kind.HasField("shape"):
+        raise _refuse(path, f"input {_quote(source.name)} has no shape; export it with one")
+    # Some exporters write -1 for any size.
+    dims = [dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None for dim in kind.shape.dim]
+    said = _by(dims)
     if len(dims) != 4:
         raise _refuse(path, f"input {_quote(source.name)} is {said}; an image batch has 4 dimensions")
     order = layout or ("NCHW" if dims[1] in CHANNELS else "NHWC" if dims[3] in CHANNELS else None)
@@ -246,51 +272,57 @@ def _image(
     return dtype, (height, width), order, channels, dims[0] or 0
 
 
-def _drop_softmax(model: ModelProto, output: ValueInfoProto) -> None:
-    """A final softmax goes: what is served are logits, and confidence is taken from them."""
-    last = next((node for node in model.graph.node if output.name in node.output), None)
-    if last is None or last.op_type != "Softmax" or last.domain not in ("", "ai.onnx"):
-        return
-    if sum(output.name in node.input for node in model.graph.node):
-        return
-    kept = last.input[0]
-    model.graph.node.remove(last)
-    for node in model.graph.node:
-        for i, name in enumerate(node.output):
-            if name == kept:
-                node.output[i] = output.name
-        for i, name in enumerate(node.input):
-            if name == kept:
-                node.input[i] = output.name
+def _drop_softmax(path: Path, model: ModelProto, output: ValueInfoProto) -> None:
+    """A final softmax over classes goes: what is served are logits, and confidence is taken from them."""
+    made = {name: node for node in model.graph.node for name in node.output}
+    used = Counter(name for node in model.graph.node for name in node.input)
+    name = output.name
+    while (last := made.get(name)) is not None and not used[name] and last.domain in ("", "ai.onnx"):
+        if last.op_type == "Softmax":
+            axis = next((a.i for a in last.attribute if a.name == "axis"), -1)
+            if axis == 0:
+                raise _refuse(
+                    path, "its softmax is over the images of a batch (axis 0); export it over classes (axis 1)"
+                )
+            if axis in (1, -1):
+                last.op_type = "Identity"
+                last.ClearField("attribute")
+            return
+        if last.op_type not in ("Identity", "Cast"):
+            return
+        name = last.input[0]
+        used[name] -= 1
 
 
 # ---- sizes
 
 
-def _sizes(
-    path: Path,
-    model: ModelProto,
-    source: str,
-    size: tuple[int, int],
-    layout: Layout,
-    channels: int,
-    batch: int,
-) -> tuple[int, int, int]:
-    """(workspace bytes, multiply-adds, classes) of one item, from the shapes that can be inferred."""
-    count = batch or 1
-    image = (count, channels, *size) if layout == "NCHW" else (count, *size, channels)
+class _Shapes(NamedTuple):
+    """Shapes by tensor name, as far as they are known before anything runs, and bytes of a number likewise."""
+
+    graph: onnx.GraphProto
+    shapes: dict[str, tuple[int, ...]]
+    widths: dict[str, int]
+
+    @property
+    def scores(self) -> tuple[int, ...] | None:
+        return self.shapes.get(self.graph.output[0].name)
+
+
+def _shapes(path: Path, model: ModelProto, source: str, image: tuple[int, ...]) -> _Shapes:
+    """What can be inferred when the input has the shape `image`."""
     fixed = ModelProto()
     fixed.CopyFrom(model)
     for value in _inputs(fixed):
-        for dim, known in zip(value.type.tensor_type.shape.dim, image, strict=True):
+        for dim, size in zip(value.type.tensor_type.shape.dim, image, strict=True):
             dim.Clear()
-            dim.dim_value = known
+            dim.dim_value = size
     fixed.graph.ClearField("value_info")
     fixed.graph.output[0].type.tensor_type.ClearField("shape")
     try:
         inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        raise _refuse(path, f"its shapes do not fit together ({_first_line(error)}); export it again") from None
+        raise _refuse(path, f"its shapes do not fit together ({first_line(error)}); export it again") from None
     graph = inferred.graph
     shapes = {source: image} | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     widths: dict[str, int] = {source: _item_bytes(graph.input, source)}
@@ -300,14 +332,37 @@ def _sizes(
         if kind.HasField("shape") and min(dims, default=1) >= 0:
             shapes[value.name] = dims
         widths[value.name] = _bytes_of(kind.elem_type)
-    scores = shapes.get(graph.output[0].name)
-    if scores is None or len(scores) != 2 or scores[0] != count or scores[1] < 2:
-        said = "unknown" if scores is None else "x".join(map(str, scores))
+    if graph.output[0].name not in shapes and any(node.domain == MICROSOFT for node in graph.node):
+        shapes |= inferred_shapes(fixed, path.name)  # ONNX itself does not know these operators' shapes
+    return _Shapes(graph, shapes, widths)
+
+
+def _flattened(model: ModelProto, shapes: _Shapes) -> bool:
+    """Scores with sides of 1 besides, such as 1x1000x1x1, become one row per image."""
+    scores = shapes.scores
+    if scores is None or len(scores) < 3 or sum(side != 1 for side in scores[1:]) != 1:
+        return False
+    output = model.graph.output[0]
+    row = helper.make_tensor_value_info(f"{output.name}_rows", output.type.tensor_type.elem_type, [None, None])
+    model.graph.node.append(helper.make_node("Flatten", [output.name], [row.name], axis=1))
+    output.CopyFrom(row)
+    return True
+
+
+def _sizes(path: Path, model: ModelProto, found: _Shapes, count: int) -> tuple[int, int, int]:
+    """(workspace bytes, multiply-adds, classes) of one item."""
+    graph, shapes, scores = found.graph, found.shapes, found.scores
+    output = _quote(graph.output[0].name)
+    if scores is None:
+        first = next(node for node in graph.node if any(name and name not in shapes for name in node.output))
         raise _refuse(
             path,
-            f"output {_quote(graph.output[0].name)} is {said}; class scores are {count} x at least 2, one per class",
+            f"the shape of output {output} is not known before it runs, from operator {_quote(first.op_type)} on; "
+            "export it with fixed shapes",
         )
-    held = {name: math.prod(shape) * widths.get(name, 4) for name, shape in shapes.items()}
+    if len(scores) != 2 or scores[0] != count or scores[1] < 2:
+        raise _refuse(path, f"output {output} is {_by(scores)}; class scores are {count} x at least 2, one per class")
+    held = {name: math.prod(shape) * found.widths.get(name, 4) for name, shape in shapes.items()}
     for node in graph.node:
         for name in node.output:
             if held.get(name, 0) > MOST_TENSOR_BYTES * count:
@@ -339,17 +394,16 @@ def _workspace(graph: onnx.GraphProto, held: dict[str, int]) -> int:
 def _macs(node: NodeProto, shapes: dict[str, tuple[int, ...]]) -> int:
     """Multiply-adds of convolutions and matrix products; everything else is small beside them."""
     out = shapes.get(node.output[0]) if node.output else None
-    first, second = (shapes.get(name) for name in (*node.input, "", "")[:2])
-    if out is None or first is None or second is None:
+    at = FACTORS.get(node.op_type)
+    if out is None or at is None or len(node.input) <= at[1]:
         return 0
-    if node.op_type == "Conv":
+    first, second = (shapes.get(node.input[i]) for i in at)
+    if not first or not second:
+        return 0
+    if "Conv" in node.op_type:
         return math.prod(out) * math.prod(second[1:])
-    if node.op_type == "Gemm":
-        transposed = any(a.name == "transA" and a.i for a in node.attribute)
-        return math.prod(out) * first[0 if transposed else 1]
-    if node.op_type == "MatMul" and first:
-        return math.prod(out) * first[-1]
-    return 0
+    transposed = any(a.name == "transA" and a.i for a in node.attribute)
+    return math.prod(out) * first[0 if transposed else -1]
 
 
 # ---- small things
@@ -406,12 +460,16 @@ def _bytes_of(data_type: int) -> int:
         return 4
 
 
+def _by(dims: Sequence[int | None]) -> str:
+    return "x".join("?" if dim is None else str(dim) for dim in dims) or "a single number"
+
+
+def _invalid(path: Path, error: Exception) -> InputError:
+    return _refuse(path, f"is no valid ONNX graph ({first_line(error)}); export it again")
+
+
 def _refuse(path: Path, why: str) -> InputError:
     return InputError(f"{path.name}: {why}")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def _quote(text: str) -> str:
