@@ -14,8 +14,7 @@ class Shortest:
         self.group = max(facts.groups)
 
     def decide(self, view: View, rng: Generator) -> Decision:
-        free = [server for server in view.servers.values() if server.available]
-        chosen = min(free, key=lambda server: server.outstanding)
+        chosen = min(view.choices.values(), key=lambda server: server.outstanding)
         width = view.head.widths[-1] if view.fifo_length < 8 else view.head.widths[0]
         return Decision(chosen.name, width, self.group)
 

@@ -59,6 +59,18 @@ def test_the_class_that_a_page_shows_works_as_it_stands(tmp_path: Path, page: st
     assert done.returncode == 0, done.stderr
 
 
+def test_the_test_that_the_router_page_shows_passes(tmp_path: Path) -> None:
+    router, test = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-router.md").read_text(), re.DOTALL)
+    (tmp_path / "my_router.py").write_text(router)
+    (tmp_path / "test_my_router.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
 async def test_the_readmes_curl_line_is_answered_with_the_class(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     (line,) = [block for _, block in BLOCKS if block.startswith("curl")]

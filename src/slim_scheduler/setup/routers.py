@@ -6,6 +6,7 @@ refuse the same. `machines.py` gathers what a builder needs.
 
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,8 +123,9 @@ def build_escalation(router: Router, inputs: RouterInputs) -> Escalation | None:
 
 
 def usages() -> str:
-    """How all names are written, for messages."""
-    return ", ".join([usage for kind in ROUTERS.values() for usage in kind.usage] + ["module:Class"])
+    """How all names are written, for messages; those of installed packages too."""
+    ours = [usage for kind in ROUTERS.values() for usage in kind.usage]
+    return ", ".join([*ours, *sorted(entry_points(group=ENTRY_POINTS).names), "module:Class"])
 
 
 # ---- arguments
