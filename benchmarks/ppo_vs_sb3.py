@@ -17,7 +17,7 @@ import numpy as np
 
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
-from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.config import Config, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape
 from slim_scheduler.training.episode import Episode
 
@@ -59,8 +59,6 @@ def run() -> dict[str, Any]:
 
 
 def _config() -> Config:
-    from slim_scheduler.training.train import with_preset
-
     config = with_preset(load_config(CONFIG, (f"workload.rate={RATE}",)), CONFIG.parent, PRESET)
     training = msgspec.structs.replace(
         config.training,
@@ -90,7 +88,7 @@ def _reward(config: Config, router_name: str) -> float:
 
 def _ours(config: Config, goal: float) -> tuple[float, float | None]:
     from slim_scheduler.training.curves import UpdateReport
-    from slim_scheduler.training.train import train
+    from slim_scheduler.training.ppo import train
 
     began, reached = time.perf_counter(), _Reached(goal)
     speeds: list[float] = []
@@ -112,6 +110,7 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     from slim_scheduler.training.environment import ClusterEnv
+    from slim_scheduler.training.ppo import EPOCHS, HIDDEN
 
     training = config.training
     reached = _Reached(goal)
@@ -158,11 +157,11 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
             envs,
             n_steps=ROLLOUT,
             batch_size=training.minibatch,
-            n_epochs=training.epochs,
+            n_epochs=EPOCHS,
             learning_rate=training.learning_rate,
             gae_lambda=training.gae_lambda,
             ent_coef=training.entropy_coef,
-            policy_kwargs={"net_arch": [training.hidden, training.hidden]},
+            policy_kwargs={"net_arch": [HIDDEN, HIDDEN]},
             seed=1,
             device="cpu",
         )

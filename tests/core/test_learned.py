@@ -82,7 +82,7 @@ def views(config, router="jsq:0.5", count=150):
         simulation.decide()
 
 
-@pytest.mark.parametrize("kind", ["paper", "extended"])
+@pytest.mark.parametrize("kind", ["paper", "extended", "planned"])
 def test_numpy_policy_equals_the_torch_policy(tmp_path, kind):
     config = training_cluster(tmp_path)
     facts = facts_of(config)

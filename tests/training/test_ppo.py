@@ -13,22 +13,18 @@ from slim_scheduler.training.episode import Credit
 from slim_scheduler.training.policy import Outputs, PolicyNetwork
 from slim_scheduler.training.ppo import (
     PPO,
-    Batch,
-    Horizon,
-    RewardScale,
-    Trajectory,
     clipped_surrogate,
     entropies,
     joint_log_prob,
     mixed,
     planned_server,
     planned_width,
-    returns_and_advantages,
 )
+from slim_scheduler.training.returns import Horizon, RewardScale, Samples, Trajectory, returns_and_advantages
 from slim_scheduler.training.rollout import Rollout, Steps
 
 NO_PLAN = Layout(Features({}), Features({}))
-ONE_STEP = Horizon("one-step", 1.0, 0.95, 1)
+ONE_STEP = Horizon(None)
 
 
 def outputs(server: list[float], width: list[float], group: list[float]) -> Outputs:
@@ -103,7 +99,7 @@ def test_gradient_of_the_mixture_likelihood_matches_finite_differences():
 
 
 def test_gae_with_full_trace_is_the_discounted_sum_minus_the_value():
-    horizon = Horizon("gae", 2.0, 1.0, 1)
+    horizon = Horizon(2.0)
     rewards, values = np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.6, 0.7])
     gaps = np.array([1.0, 0.5, 0.25])
     _, advantages = returns_and_advantages(rewards, values, np.array([0.6, 0.7, 0.9]), gaps, np.zeros(3, bool), horizon)
@@ -112,15 +108,8 @@ def test_gae_with_full_trace_is_the_discounted_sum_minus_the_value():
     assert advantages[0] == pytest.approx(whole - 0.5)
 
 
-def test_n_steps_look_n_decisions_ahead():
-    horizon = Horizon("n-step", 1e9, 1.0, 2)
-    rewards, values = np.array([1.0, 2.0, 4.0, 8.0]), np.zeros(4)
-    returns, _ = returns_and_advantages(rewards, values, np.zeros(4), np.ones(4), np.zeros(4, bool), horizon)
-    assert returns == pytest.approx([3.0, 6.0, 12.0, 8.0])
-
-
 def test_nothing_is_looked_ahead_beyond_a_run_that_is_over():
-    horizon = Horizon("gae", 1e9, 1.0, 1)
+    horizon = Horizon(1e9)
     over = np.array([True, False])
     _, advantages = returns_and_advantages(
         np.array([1.0, 5.0]), np.zeros(2), np.array([9.0, 0.0]), np.ones(2), over, horizon
@@ -168,7 +157,7 @@ def test_an_unfinished_block_is_carried_over_once_with_its_log_probability():
 
 def test_a_return_that_looks_ahead_sums_the_tasks_around_the_running_mean():
     scale = RewardScale()
-    ahead = Horizon("gae", seconds=1.0, gae_lambda=0.9, n_steps=1)
+    ahead = Horizon(seconds=1.0, gae_lambda=0.9)
     credits = [Credit(1, 3, 1.0, *[0.0] * 4), Credit(2, 1, 5.0, *[0.0] * 4)]
     rollout = Rollout(steps(1, 2), 0.0, 0.3, credits, 0.0)
     scale.learn([rollout], True, ahead)
@@ -236,7 +225,7 @@ def test_a_two_armed_bandit_is_solved(kind: str):
         import msgspec
 
         acted = msgspec.structs.replace(inputs_of, action=taken, log_prob=log_prob.numpy(), value=out.value.numpy())
-        ppo.update(Batch(acted, rewards, rewards - values, np.ones(len(taken))), rng, 0.0)
+        ppo.update(Samples(acted, rewards, rewards - values, np.ones(len(taken))), rng, 0.0)
     with torch.no_grad():
         out = ppo.network(inputs)
     best = [int(head[0].argmax()) for head in out[:3]]

@@ -8,20 +8,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.learned.router import learned_router
 from slim_scheduler.core.router.plan.plans import RHO
-from slim_scheduler.setup.config import TrainingConfig, load_config
+from slim_scheduler.setup.config import TrainingConfig, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.setup.policy_files import read_policy
 from slim_scheduler.sim.host import Simulation
-from slim_scheduler.training.curves import UpdateReport, warnings
-from slim_scheduler.training.ppo import UpdateStats
+from slim_scheduler.training.curves import UpdateReport, UpdateStats, warnings
+from slim_scheduler.training.ppo import fresh_network, joint_log_prob, tensors, train
 from slim_scheduler.training.rollout import Actor, Order
-from slim_scheduler.training.train import fresh_network, train, with_preset
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
 
@@ -32,7 +33,7 @@ TINY = {
     "episode_rollouts": 2,
     "checkpoint_updates": 2,
     "minibatch": 64,
-    "hidden": 16,
+    "observation": "extended",
     "warm_start": "cost-model:random",
     "warm_start_decisions": 400,
     "loads": [0.5, 1.5],
@@ -40,8 +41,8 @@ TINY = {
 RUN = """
 import sys
 from pathlib import Path
-from slim_scheduler.setup.config import TrainingConfig, load_config
-from slim_scheduler.training.train import fresh_network, train, with_preset
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.training.ppo import train
 
 if __name__ == "__main__":
     train(load_config(Path(sys.argv[1])), Path(sys.argv[2]), seed=3, report=lambda r: print(r.update, flush=True))
@@ -125,7 +126,7 @@ def test_other_settings_do_not_resume(tmp_path):
 
 
 def test_a_finished_run_says_what_it_was(tmp_path):
-    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="paper")
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", recipe="paper", observation=None)
     train(load_config(file), tmp_path / "out")
     manifest, _ = read_policy(tmp_path / "out")
     assert (manifest.kind, manifest.sizes.servers, manifest.training["decided"]) == ("paper", 3, 400)
@@ -163,7 +164,24 @@ def test_a_policy_says_how_busy_its_plans_were(tmp_path):
 @pytest.mark.parametrize("key", ["plan_coef", "plan_server_coef"])
 def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path, key):
     with pytest.raises(ConfigError, match=f"{key} needs the observation planned; this is extended"):
-        train(load_config(config_file(tmp_path / "cluster", **{key: 0.1})), tmp_path / "out")
+        config_file(tmp_path / "cluster", **{key: 0.1})
+
+
+@pytest.mark.parametrize("recipe", ["paper", "planned"])
+def test_who_acts_and_who_learns_have_one_policy(tmp_path, recipe):
+    """Rollouts act in NumPy and PPO reckons in torch: the same likelihood and value of what was done."""
+    config = load_config(config_file(tmp_path / "cluster", recipe=recipe, observation=None, epsilon_max=0.1))
+    network = fresh_network(config, 1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+        steps = Actor(config, 0, 0).collect(Order(network.arrays(), 0, 0, 200)).steps
+        inputs, action, epsilon, allowed = tensors(steps)
+        out = network(inputs)
+        likelihood = joint_log_prob(out, action, epsilon, allowed)
+    assert len(np.unique(steps.action, axis=0)) > 5
+    np.testing.assert_allclose(steps.log_prob, likelihood.numpy(), atol=1e-4)
+    np.testing.assert_allclose(steps.value, out.value.numpy(), atol=1e-4)
 
 
 def test_rollouts_follow_from_seed_and_update(tmp_path):
@@ -214,7 +232,7 @@ def test_a_preset_changes_rewards_and_training_and_nothing_else(tmp_path):
     (tmp_path / "thrifty.toml").write_text("[reward]\nalpha = 0.25\n[training]\ndecisions = 7\n")
     changed = with_preset(config, tmp_path, "thrifty")
     assert (changed.reward.alpha, changed.reward.beta) == (0.25, config.reward.beta)
-    assert (changed.training.decisions, changed.training.hidden) == (7, 16)
+    assert (changed.training.decisions, changed.training.minibatch) == (7, 64)
     assert changed.servers == config.servers
     with pytest.raises(ConfigError, match="does not exist; files beside the configuration: cluster, thrifty"):
         with_preset(config, tmp_path, "lavish")

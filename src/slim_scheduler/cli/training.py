@@ -36,8 +36,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Trains a router for the configured cluster, in simulation; resumes what is in --out."""
-    from slim_scheduler.setup.config import with_overrides
-    from slim_scheduler.training.train import with_preset
+    from slim_scheduler.setup.config import with_overrides, with_preset
 
     settings = read_config(config, None)
     if preset is not None:
@@ -46,7 +45,7 @@ def train(
     warned: set[str] = set()
     with progress("training") as show:
         from slim_scheduler.training.curves import warnings
-        from slim_scheduler.training.train import train
+        from slim_scheduler.training.ppo import train
 
         def report(update: "UpdateReport") -> None:
             what = "imitating" if update.imitating else f"reward {update.reward:+.4f}"

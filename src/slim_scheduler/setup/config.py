@@ -17,6 +17,7 @@ import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
+from slim_scheduler.setup.recipes import RECIPES, Recipe
 from slim_scheduler.setup.routers import ROUTERS, parse_router
 
 # Resources that a server does not ask for by name
@@ -275,40 +276,35 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `slim train` trains: PPO's settings, and the clusters it practises on (docs/training.md)."""
 
+    recipe: Annotated[
+        Literal["paper", "planned"], key("user", "`paper`: the method's own; `planned`: beside the plan of `lp`")
+    ] = "planned"
     observation: Annotated[
-        Literal["paper", "extended", "planned"],
-        key("user", "`paper`: eq. 1's state; `extended`: a row per server; `planned`: the plan beside it"),
-    ] = "extended"
-    hidden: Annotated[int, key("expert", "units of a hidden layer", above=0)] = 64
+        Literal["paper", "extended", "planned"] | None,
+        key("expert", "`extended`: a row per server and no plan; none: the recipe's"),
+    ] = None
     decisions: Annotated[
         int, key("user", "decisions to learn from, after the warm start; 0: imitation alone", least=0)
     ] = 600_000
     workers: Annotated[int, key("user", "processes that act, each with episodes of its own", above=0)] = 2
     rollout_decisions: Annotated[int, key("expert", "decisions of one worker per update", above=0)] = 2048
     episode_rollouts: Annotated[int, key("expert", "rollouts after which an episode is cut", above=0)] = 4
-    epochs: Annotated[int, key("paper", "passes over the samples per update (K)", above=0)] = 3
     minibatch: Annotated[int, key("expert", "samples per gradient step", above=0)] = 1024
     learning_rate: Annotated[float, key("expert", "of Adam, at the start", above=0)] = 1e-3
-    learning_rate_schedule: Annotated[Literal["cosine", "linear", "constant"], key("expert", "how it falls")] = "cosine"
-    clip_coef: Annotated[float, key("paper", "epsilon of eqs. 9 and 10", above=0)] = 0.2
-    value_coef: Annotated[float, key("paper", "c_v of eq. 13", least=0)] = 0.5
     entropy_coef: Annotated[float, key("paper", "c_H of eq. 13", least=0)] = 0.003
-    max_grad_norm: Annotated[float, key("paper", "gradients are clipped to this norm", above=0)] = 0.5
     plan_coef: Annotated[float, key("expert", "`planned`: how strongly the width is held to the plan's next")] = 0.0
     plan_server_coef: Annotated[float, key("expert", "`planned`: the same for the server, to `lp`'s choice")] = 0.0
     plan_rho: Annotated[
         float, key("user", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
     ] = 0.9
-    epsilon_max: Annotated[float, key("paper", "eq. 5, at the start", least=0, most=1)] = 0.1
-    epsilon_min: Annotated[float, key("paper", "eq. 5, at the end", least=0, most=1)] = 0.0
-    epsilon_decisions: Annotated[int | None, key("paper", "T_dec of eq. 5; none: all decisions")] = None
-    returns: Annotated[
-        Literal["one-step", "n-step", "gae"], key("user", "`one-step` is eq. 8; the others look ahead")
-    ] = "gae"
+    epsilon_max: Annotated[float | None, key("expert", "eq. 5, at the start; none: the recipe's", least=0, most=1)] = (
+        None
+    )
     horizon_s: Annotated[
-        float | None, key("user", "time constant of the discount; none: the time of 30 full batches", above=0)
+        float | None,
+        key("user", "returns look ahead, discounted with this time constant; none: eq. 8, one step", above=0),
     ] = None
-    gae_lambda: Annotated[float, key("expert", "how far `gae` looks ahead", least=0, most=1)] = 0.97
+    gae_lambda: Annotated[float, key("expert", "how far returns with `horizon_s` look ahead", least=0, most=1)] = 0.97
     target_delay_s: Annotated[
         float | None,
         key("expert", "a decision is charged the plan's price, times how much longer tasks stay than this", above=0),
@@ -316,16 +312,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     charged_batch: Annotated[
         Literal["own", "shared"], key("expert", "charged for a batch of its own, or its share of the one that ran")
     ] = "own"
-    n_steps: Annotated[int, key("expert", "decisions of an `n-step` return", above=0)] = 32
-    reward_weight: Annotated[
-        Literal["tasks", "block"], key("paper", "a block counts once per task, or once, as in the paper")
-    ] = "tasks"
     reward_scale: Annotated[
         Literal["rollout", "run"], key("expert", "rewards are scaled by each rollout's figures or the run's")
-    ] = "rollout"
-    accuracy: Annotated[
-        Literal["expected", "outcomes"], key("paper", "a tuple's measured share of right answers, or each item's own")
-    ] = "expected"
+    ] = "run"
     backlog_s: Annotated[
         float, key("expert", "half of the episodes begin with up to so much work waiting", least=0)
     ] = 0.0
@@ -340,6 +329,16 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         0.1
     )
     checkpoint_updates: Annotated[int, key("user", "updates between checkpoints", above=0)] = 8
+
+    @property
+    def resolved(self) -> Recipe:
+        """The recipe, with what these settings say otherwise."""
+        recipe = RECIPES[self.recipe]
+        return msgspec.structs.replace(
+            recipe,
+            observation=self.observation or recipe.observation,
+            epsilon_max=recipe.epsilon_max if self.epsilon_max is None else self.epsilon_max,
+        )
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -405,6 +404,22 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     for override in overrides:
         _override(tree, override)
     return config_from(tree)
+
+
+def with_preset(config: Config, folder: Path, preset: str) -> Config:
+    """The configuration with the `[reward]` and `[training]` keys of a preset: a file, or PRESET.toml in `folder`."""
+    path = Path(preset) if preset.endswith(".toml") else folder / f"{preset}.toml"
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError:
+        found = ", ".join(sorted(file.stem for file in folder.glob("*.toml"))) or "none"
+        raise ConfigError(f"preset {path} does not exist; files beside the configuration: {found}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"preset {path} is not valid TOML: {error}") from None
+    if not set(tree) <= {"reward", "training"}:
+        raise ConfigError(f"preset {path} may hold [reward] and [training]; it has {', '.join(tree)}")
+    whole = msgspec.to_builtins(config)
+    return config_from({**whole, **{name: {**whole[name], **keys} for name, keys in tree.items()}})
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -544,5 +559,11 @@ def _check_training(config: Config) -> None:
         fewest, most = training.servers
         if not 1 <= fewest <= most:
             raise ConfigError(f"training.servers is {fewest} to {most}; the first must be at least 1")
-        if training.observation == "paper":
-            raise ConfigError("training.servers needs observation extended: paper has a fixed number of servers")
+        if training.resolved.observation == "paper":
+            raise ConfigError("training.servers needs another recipe: what paper sees has a fixed number of servers")
+    for name in ("plan_coef", "plan_server_coef"):
+        if getattr(training, name) and training.resolved.observation != "planned":
+            raise ConfigError(
+                f"training.{name} needs the observation planned; this is {training.resolved.observation}, "
+                "which sees no plan"
+            )

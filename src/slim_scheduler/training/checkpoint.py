@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load, save
 
 from slim_scheduler.core.errors import CheckpointError, ConfigError
-from slim_scheduler.training.ppo import PPO, RewardScale
+from slim_scheduler.training.policy import PolicyNetwork
+from slim_scheduler.training.returns import RewardScale
 
 STATE = "state.json"
 
@@ -29,12 +30,14 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
 
 
-def write_checkpoint(folder: Path, state: TrainingState, ppo: PPO) -> None:
+def write_checkpoint(
+    folder: Path, state: TrainingState, network: PolicyNetwork, optimizer: torch.optim.Optimizer
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, parameter in ppo.network.p.items():
+    for name, parameter in network.p.items():
         tensors[f"policy.{name}"] = parameter.detach().contiguous()
-        for kind, value in ppo.optimizer.state[parameter].items():
+        for kind, value in optimizer.state[parameter].items():
             tensors[f"{kind}.{name}"] = torch.as_tensor(value).contiguous()
     content = save(tensors)
     file = f"state-{state.update}.safetensors"
@@ -48,7 +51,9 @@ def write_checkpoint(folder: Path, state: TrainingState, ppo: PPO) -> None:
             other.unlink()
 
 
-def read_checkpoint(folder: Path, settings: str, ppo: PPO) -> TrainingState | None:
+def read_checkpoint(
+    folder: Path, settings: str, network: PolicyNetwork, optimizer: torch.optim.Optimizer
+) -> TrainingState | None:
     """Restores the network and optimiser in place; None where there is no checkpoint.
 
     Raises ConfigError for a run with other settings, CheckpointError for a damaged one.
@@ -67,9 +72,7 @@ def read_checkpoint(folder: Path, settings: str, ppo: PPO) -> TrainingState | No
         raise ConfigError(f"{folder} is of a run with other settings or another seed; use another --out, or remove it")
     tensors = load(content)
     with torch.no_grad():
-        for name, parameter in ppo.network.p.items():
+        for name, parameter in network.p.items():
             parameter.copy_(tensors[f"policy.{name}"])
-            ppo.optimizer.state[parameter] = {
-                kind: tensors[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq")
-            }
+            optimizer.state[parameter] = {kind: tensors[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq")}
     return state

@@ -11,13 +11,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.training.ppo import UpdateStats
 from slim_scheduler.training.rollout import Rollout
 
 COLLAPSED = 0.97  # share of the slimmest width
 ONE_SERVER = 0.9  # share of the tasks on one server
 FULL = 0.97  # share of the memory budget
 UNBALANCED = 0.1  # variance of utilisation; three servers at 1, 1 and 0 have 0.22
+
+
+class UpdateStats(msgspec.Struct):
+    """Means over an update, for the curves."""
+
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    kl: float = 0.0
+    clip_fraction: float = 0.0
+    explained_variance: float = 0.0
+    entropy_server: float = 0.0
+    entropy_width: float = 0.0
+    entropy_group: float = 0.0
+    gradient_norm: float = 0.0
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from slim_scheduler.core.router.learned.observation import (
     Floats,
     Observation,
 )
+from slim_scheduler.core.router.learned.planned import NOT_PLANNED
 from slim_scheduler.core.types import Decision
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
 from slim_scheduler.setup.config import Config, load_config
@@ -30,7 +31,7 @@ from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
 ENV_ID = "SlimScheduler/Cluster-v0"
 LARGEST_SEED = 2**31
-OBSERVED = (UNKNOWN, 100.0)  # ratios and logarithms: far below, whatever the load
+OBSERVED = (min(UNKNOWN, NOT_PLANNED), 100.0)  # ratios and logarithms: far below, whatever the load
 
 
 class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
@@ -54,7 +55,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._accuracy = read_accuracy(Path(self._config.model.path) / TABLE_FILES["held-out"])
         self._plans = PlansOf(self._accuracy, self._config.training.plan_rho)
         self._max_decisions = max_decisions
-        self._by_tasks = self._config.training.reward_weight == "tasks"
+        self._by_tasks = self._config.training.resolved.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups
         self._encoder = self._encoder_for(facts)
         self._episode: Episode | None = None
@@ -73,7 +74,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             scenario.config,
             self._accuracy,
             int(self.np_random.integers(LARGEST_SEED)),
-            expected=training.accuracy == "expected",
+            expected=training.resolved.accuracy == "expected",
             backlog=scenario.backlog,
         )
         self._observe(self._episode)
@@ -82,7 +83,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
     def _encoder_for(self, facts: RouterFacts) -> Encoder:
         training = self._config.training
         plans = partial(self._plans, facts)
-        return build_encoder(training.observation, facts, self._batch_time, plans)
+        return build_encoder(training.resolved.observation, facts, self._batch_time, plans)
 
     def step(self, action: np.ndarray) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         episode = self._episode

@@ -1,12 +1,16 @@
-"""Proximal policy optimisation as the paper has it, equation by equation: from rollouts to a better policy.
+"""Proximal policy optimisation as the paper has it, equation by equation: the loop, and the update of a policy.
 
 One factored policy (server, width, group), a server head mixed with the uniform distribution inside the likelihood
-ratio, one-step returns, the clipped surrogate. Longer returns are options. Collecting is `rollout.py`'s business, the
-loop, checkpoints and curves are `train.py`'s. Numbers of equations are the method's (docs/method.md).
+ratio, the clipped surrogate. `train` collects, updates and repeats; it resumes where it stopped and leaves a policy
+folder. All that the result depends on follows from the configuration and the seed. Acting is `rollout.py`'s business,
+what decisions come to `returns.py`'s. Numbers of equations are the method's (docs/method.md).
 """
 
+import hashlib
 import math
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,18 +18,160 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.router.learned.layout import Layout
-from slim_scheduler.core.types import Seconds
-from slim_scheduler.setup.config import TrainingConfig
-from slim_scheduler.training.episode import Credit
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.costs import full_batch_time
+from slim_scheduler.core.router.learned.layout import LAYOUT, Layout, layout_of
+from slim_scheduler.core.router.learned.policy import NetworkSizes
+from slim_scheduler.core.router.learned.router import PolicyManifest
+from slim_scheduler.setup.config import Config, TrainingConfig
+from slim_scheduler.setup.interruption import deferred
+from slim_scheduler.setup.policy_files import write_policy
+from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
+from slim_scheduler.training.curves import Curves, UpdateReport, UpdateStats, describe
 from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
-from slim_scheduler.training.rollout import Rollout, Steps
+from slim_scheduler.training.returns import SMALL, Horizon, Reals, RewardScale, Samples, Trajectory
+from slim_scheduler.training.rollout import Order, Steps
+from slim_scheduler.training.scenario import Scenarios
+from slim_scheduler.training.workers import Workers
 
-Reals = npt.NDArray[np.float64]
+HIDDEN = 64  # units of a hidden layer
+EPOCHS = 3  # passes over the samples per update (K)
+CLIP_COEF = 0.2  # epsilon of eqs. 9 and 10
+VALUE_COEF = 0.5  # c_v of eq. 13
+MAX_GRAD_NORM = 0.5
 
-LARGEST_REWARD = 40.0  # normalised: one lost server must not outweigh a thousand ordinary blocks
-SCALE_MEMORY = 0.9  # per update, of the reward's running mean and spread
-SMALL = 1e-8
+
+# ---- the loop
+
+
+def train(
+    config: Config, out: Path, seed: int = 0, report: Callable[[UpdateReport], None] | None = None
+) -> PolicyManifest:
+    """Trains a router for the configured cluster and writes its policy to `out`; resumes what is there.
+
+    Interrupted, it writes the policy as far as it came and raises KeyboardInterrupt. Raises InputError.
+    """
+    torch.set_num_threads(1)
+    training = config.training
+    if not training.decisions and not (training.warm_start and training.warm_start_decisions):
+        raise ConfigError("training.decisions is 0 and nothing is imitated; give decisions, or a warm_start alone")
+    facts = Scenarios(config).facts
+    manifest = _manifest(config, facts, seed)
+    ppo = PPO(fresh_network(config, seed), training, _layout(config, facts))
+    settings = _fingerprint(config, seed)
+    state = read_checkpoint(out / "checkpoint", settings, ppo.network, ppo.optimizer) or TrainingState(
+        update=0, decided=0, scale=RewardScale(), settings=settings
+    )
+    per_update = training.workers * training.rollout_decisions
+    warm = _whole_episodes(training.warm_start_decisions if training.warm_start else 0, per_update, config)
+    last = warm + -(-training.decisions // per_update)
+    every = _whole_episodes(training.checkpoint_updates, 1, config)
+    scale, decided = state.scale, state.decided
+    horizon = Horizon(training.horizon_s, training.gae_lambda)
+    by_tasks = training.resolved.reward_weight == "tasks"
+    trajectories = [Trajectory(horizon, by_tasks) for _ in range(training.workers)]
+    curves = Curves(out, state.update)
+    with deferred() as interruption, Workers(config, seed) as workers:
+        for update in range(state.update, last):
+            began = time.perf_counter()
+            imitating = update < warm
+            order = Order(
+                parameters=ppo.network.arrays(),
+                update=update,
+                decided=decided,
+                decisions=training.rollout_decisions,
+                teacher=training.warm_start if imitating else "",
+            )
+            rollouts = workers.collect(order)
+            scale.learn(rollouts, by_tasks, horizon)
+            own = training.reward_scale == "rollout"
+            scales = [RewardScale.of(r, by_tasks, horizon) if own else scale for r in rollouts]
+            samples = Samples.join([t.add(r, s) for t, r, s in zip(trajectories, rollouts, scales, strict=True)])
+            rng = np.random.default_rng([seed, update])
+            if imitating:
+                stats = ppo.imitate(samples, rng)
+            else:
+                stats = ppo.update(samples, rng, (update - warm) / (last - warm))
+                decided += per_update
+            seconds = time.perf_counter() - began
+            shown = describe(
+                rollouts,
+                facts.groups,
+                stats,
+                len(facts.shape.widths),
+                update=update,
+                updates=last,
+                decided=decided,
+                seconds=seconds,
+                decisions_per_s=per_update / seconds,
+                imitating=imitating,
+            )
+            curves.add(shown)
+            if report is not None:
+                report(shown)
+            if (update + 1) % every == 0 or update + 1 == last or interruption.wanted:
+                manifest = _trained(manifest, decided, update + 1)
+                write_policy(out, manifest, ppo.network.arrays())
+            if (update + 1) % every == 0:
+                now = TrainingState(update=update + 1, decided=decided, scale=scale, settings=settings)
+                write_checkpoint(out / "checkpoint", now, ppo.network, ppo.optimizer)
+            interruption.check()
+    curves.close()
+    return manifest
+
+
+def fresh_network(config: Config, seed: int) -> PolicyNetwork:
+    """The network that training with this configuration starts from."""
+    return PolicyNetwork(_sizes(config, Scenarios(config).facts), torch.Generator().manual_seed(seed))
+
+
+def _layout(config: Config, facts: RouterFacts) -> Layout:
+    return layout_of(config.training.resolved.observation, facts.shape, len(facts.servers))
+
+
+def _sizes(config: Config, facts: RouterFacts) -> NetworkSizes:
+    kind, layout = config.training.resolved.observation, _layout(config, facts)
+    return NetworkSizes(
+        kind=kind,
+        shared=layout.shared.size,
+        server=layout.server.size,
+        servers=len(facts.servers) if kind == "paper" else None,
+        widths=len(facts.shape.widths),
+        groups=len(facts.groups),
+        hidden=HIDDEN,
+    )
+
+
+def _manifest(config: Config, facts: RouterFacts, seed: int) -> PolicyManifest:
+    training, shape = config.training, facts.shape
+    return PolicyManifest(
+        layout=LAYOUT,
+        kind=training.resolved.observation,
+        network=shape.name,
+        segments=shape.segments,
+        widths=shape.widths,
+        groups=facts.groups,
+        sizes=_sizes(config, facts),
+        batch_time=full_batch_time(facts),
+        plan_rho=training.plan_rho,
+        reward=msgspec.to_builtins(config.reward),
+        training={**msgspec.to_builtins(training), **msgspec.to_builtins(training.resolved), "seed": seed},
+    )
+
+
+def _trained(manifest: PolicyManifest, decided: int, updates: int) -> PolicyManifest:
+    return msgspec.structs.replace(manifest, training={**manifest.training, "decided": decided, "updates": updates})
+
+
+def _whole_episodes(count: int, per_update: int, config: Config) -> int:
+    """Updates that `count` needs, rounded up to whole episodes."""
+    length = config.training.episode_rollouts
+    return -(-count // (per_update * length)) * length
+
+
+def _fingerprint(config: Config, seed: int) -> str:
+    return hashlib.sha256(msgspec.json.encode([config, seed], order="deterministic")).hexdigest()
 
 
 # ---- the policy
@@ -55,184 +201,7 @@ def _entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(1)
 
 
-# ---- returns and advantages
-
-
-class Horizon(NamedTuple):
-    """How far a return looks. `seconds` is the discount's time constant, because decisions are not evenly spaced."""
-
-    kind: str
-    seconds: Seconds
-    gae_lambda: float
-    n_steps: int
-
-
-def returns_and_advantages(
-    rewards: Reals, values: Reals, next_values: Reals, gaps: Reals, over: npt.NDArray[np.bool_], horizon: Horizon
-) -> tuple[Reals, Reals]:
-    """Returns R and advantages A = R - V of consecutive decisions, (T,) each.
-
-    `gaps` are the seconds to the next decision. A reward that is not known yet (nan) counts as what V expected.
-    """
-    if horizon.kind == "one-step":
-        return rewards, rewards - values  # eq. 8
-    discount = np.where(over, 0.0, np.exp(-gaps / horizon.seconds))
-    surprise = np.nan_to_num(rewards + discount * next_values - values)
-    advantages = np.zeros_like(surprise)
-    if horizon.kind == "gae":
-        ahead = 0.0
-        for t in range(len(surprise) - 1, -1, -1):
-            ahead = surprise[t] + horizon.gae_lambda * discount[t] * ahead
-            advantages[t] = ahead
-    else:  # n-step: the surprises of n decisions add up to r_t + ... + V(s_{t+n}) - V(s_t)
-        reach = np.ones_like(surprise)
-        for k in range(min(horizon.n_steps, len(surprise))):
-            reached = len(surprise) - k
-            advantages[:reached] += reach[:reached] * surprise[k:]
-            reach[: reached - 1] *= discount[k : k + reached - 1]
-    return advantages + values, advantages
-
-
-def sums_tasks(horizon: Horizon, by_tasks: bool) -> bool:
-    """Whether a decision's reward is the sum over its tasks (see `Trajectory`)."""
-    return by_tasks and horizon.kind != "one-step"
-
-
-class RewardScale(msgspec.Struct):
-    """Running mean reward of a task, and the spread of the returns that decisions get around it.
-
-    Subtracting the mean per task changes no policy's rank, because the tasks come whatever is decided. With returns of
-    about 1, the value's gradient does not drown the policy's in the norm that both share.
-    """
-
-    mean: float = 0.0
-    spread: float = 1.0
-    updates: int = 0
-
-    def learn(self, rollouts: list[Rollout], by_tasks: bool, horizon: Horizon) -> None:
-        credits = [credit for rollout in rollouts for credit in rollout.credits]
-        if not credits:
-            return
-        weights = [credit.tasks if by_tasks else 1 for credit in credits]
-        keep = SCALE_MEMORY if self.updates else 0.0
-        mean = float(np.average([credit.net for credit in credits], weights=weights))
-        self.mean = keep * self.mean + (1 - keep) * mean
-        sums = sums_tasks(horizon, by_tasks)
-        returns = np.concatenate([self._returns(rollout, sums, horizon) for rollout in rollouts])
-        spread = float(np.sqrt(np.mean(returns**2)))
-        self.spread = keep * self.spread + (1 - keep) * max(spread, SMALL)
-        self.updates += 1
-
-    def _returns(self, rollout: Rollout, sums: bool, horizon: Horizon) -> Reals:
-        """Of a rollout's own decisions, as far as their rewards are known."""
-        steps = rollout.steps
-        earned = np.zeros(len(steps))
-        for credit in rollout.credits:
-            i = credit.decision - int(steps.number[0])
-            if 0 <= i < len(steps):
-                earned[i] = (credit.tasks if sums else 1) * (credit.net - self.mean)
-        if horizon.kind != "one-step":
-            ahead = 0.0
-            discount = (
-                np.exp(-np.maximum(np.diff(steps.at, append=rollout.next_at), 0.0) / horizon.seconds) * ~steps.over
-            )
-            for t in range(len(steps) - 1, -1, -1):
-                ahead = earned[t] + discount[t] * ahead
-                earned[t] = ahead
-        return earned
-
-    def apply(self, credit: Credit, sums: bool) -> float:
-        tasks = credit.tasks if sums else 1
-        normal = tasks * (credit.net - self.mean) / self.spread
-        return max(-LARGEST_REWARD, min(LARGEST_REWARD, normal))
-
-
-class Batch(NamedTuple):
-    """Decisions whose blocks have finished, with what they came to. `weights`: how much each counts."""
-
-    steps: Steps
-    returns: Reals
-    advantages: Reals
-    weights: Reals
-
-    @staticmethod
-    def join(batches: "list[Batch]") -> "Batch":
-        steps = batches[0].steps
-        for batch in batches[1:]:
-            steps = batch.steps.after(steps)
-        return Batch(
-            steps,
-            np.concatenate([b.returns for b in batches]),
-            np.concatenate([b.advantages for b in batches]),
-            np.concatenate([b.weights for b in batches]),
-        )
-
-
-class Trajectory:
-    """One worker's decisions whose blocks may still run.
-
-    Counted by tasks, a reward that is looked at on its own is one task's, and the decision weighs as many as it has:
-    were it their sum, small groups would be the better ones wherever rewards are below the mean. Longer returns need
-    the sum: who sends the other tasks earns the other rewards.
-
-    A block unfinished at the end of a rollout is carried over with its stored log-probability into the next update, and
-    dropped after that.
-    """
-
-    def __init__(self, horizon: Horizon, by_tasks: bool) -> None:
-        self._horizon = horizon
-        self._by_tasks = by_tasks
-        self._sums = sums_tasks(horizon, by_tasks)
-        self._steps: Steps | None = None
-        self._rewards = np.zeros(0)
-        self._weights = np.zeros(0)
-        self._used = np.zeros(0, bool)
-
-    def add(self, rollout: Rollout, scale: RewardScale) -> Batch:
-        """Takes a rollout in, returns the decisions that are ready."""
-        new = len(rollout.steps)
-        steps = rollout.steps if self._steps is None else rollout.steps.after(self._steps)
-        rewards = np.concatenate((self._rewards, np.full(new, np.nan)))
-        weights = np.concatenate((self._weights, np.ones(new)))
-        used = np.concatenate((self._used, np.zeros(new, bool)))
-        place = {number: i for i, number in enumerate(steps.number.tolist())}
-        for credit in rollout.credits:
-            i = place.get(credit.decision)
-            if i is not None:
-                rewards[i] = scale.apply(credit, self._sums)
-                if self._by_tasks and not self._sums:
-                    weights[i] = credit.tasks
-        values = steps.value.astype(float)
-        next_values = np.append(values[1:], rollout.next_value)
-        gaps = np.maximum(np.diff(np.append(steps.at, rollout.next_at)), 0.0)
-        returns, advantages = returns_and_advantages(rewards, values, next_values, gaps, steps.over, self._horizon)
-        known = ~np.isnan(rewards)
-        ready = np.flatnonzero(known & ~used)
-        waiting = np.flatnonzero(~known[-new:])
-        if steps.cut[-1] or not len(waiting):
-            self._steps, self._rewards, self._weights, self._used = None, np.zeros(0), np.zeros(0), np.zeros(0, bool)
-        else:
-            kept = slice(len(steps) - new + int(waiting[0]), None)
-            self._steps, self._rewards, self._weights = steps.rows(kept), rewards[kept], weights[kept]
-            self._used = (used | known)[kept]
-        return Batch(steps.rows(ready), returns[ready], advantages[ready], weights[ready])
-
-
 # ---- the update
-
-
-class UpdateStats(msgspec.Struct):
-    """Means over an update, for the curves."""
-
-    policy_loss: float = 0.0
-    value_loss: float = 0.0
-    kl: float = 0.0
-    clip_fraction: float = 0.0
-    explained_variance: float = 0.0
-    entropy_server: float = 0.0
-    entropy_width: float = 0.0
-    entropy_group: float = 0.0
-    gradient_norm: float = 0.0
 
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_coef: float) -> Tensor:
@@ -256,7 +225,7 @@ def planned_width(out: Outputs, next_width: Tensor) -> Tensor:
 
 
 class PPO:
-    """A network, its optimiser, and how both change by one batch."""
+    """A network, its optimiser, and how both change by one update."""
 
     def __init__(self, network: PolicyNetwork, settings: TrainingConfig, layout: Layout) -> None:
         self.network = network
@@ -264,29 +233,29 @@ class PPO:
         self._layout = layout
         self.optimizer = torch.optim.Adam(network.parameters(), lr=settings.learning_rate, eps=1e-5)
 
-    def update(self, batch: Batch, rng: np.random.Generator, progress: float) -> UpdateStats:
-        """K epochs of minibatches over one batch. `progress` in [0, 1] is where the learning rate's schedule stands."""
+    def update(self, samples: Samples, rng: np.random.Generator, progress: float) -> UpdateStats:
+        """K epochs of minibatches over the samples. `progress` in [0, 1]: the learning rate falls along a cosine."""
         settings = self.settings
         self._set_rate(progress)
-        inputs, action, epsilon, allowed = tensors(batch.steps)
-        old_log_prob = torch.from_numpy(batch.steps.log_prob)
-        returns = torch.from_numpy(batch.returns.astype(np.float32))
-        weights = batch.weights / batch.weights.mean()
-        weighted = weights * batch.advantages
+        inputs, action, epsilon, allowed = tensors(samples.steps)
+        old_log_prob = torch.from_numpy(samples.steps.log_prob)
+        returns = torch.from_numpy(samples.returns.astype(np.float32))
+        weights = samples.weights / samples.weights.mean()
+        weighted = weights * samples.advantages
         advantage = torch.from_numpy(((weighted - weighted.mean()) / (weighted.std() + SMALL)).astype(np.float32))
         weight = torch.from_numpy(weights.astype(np.float32))
-        stats = UpdateStats(explained_variance=_explained(batch.returns, batch.steps.value))
+        stats = UpdateStats(explained_variance=_explained(samples.returns, samples.steps.value))
         parts = 0
-        for _ in range(settings.epochs):
+        for _ in range(EPOCHS):
             for rows in _minibatches(len(returns), settings.minibatch, rng):
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 log_ratio = joint_log_prob(out, action[rows], epsilon[rows], allowed[rows]) - old_log_prob[rows]
                 ratio = log_ratio.exp()
-                surrogate = clipped_surrogate(ratio, advantage[rows], settings.clip_coef)
+                surrogate = clipped_surrogate(ratio, advantage[rows], CLIP_COEF)
                 value_loss = (0.5 * weight[rows] * (returns[rows] - out.value) ** 2).mean()  # eq. 11
                 parts_of_entropy = entropies(out)
                 entropy = torch.stack(parts_of_entropy).sum(0).mean()  # eq. 12
-                loss = -surrogate + settings.value_coef * value_loss - settings.entropy_coef * entropy  # eq. 13
+                loss = -surrogate + VALUE_COEF * value_loss - settings.entropy_coef * entropy  # eq. 13
                 if settings.plan_coef:
                     next_width = inputs.shared[rows][:, self._layout.shared["next_width"]]
                     loss = loss - settings.plan_coef * planned_width(out, next_width).mean()
@@ -298,7 +267,7 @@ class PPO:
                     stats.policy_loss -= float(surrogate)
                     stats.value_loss += float(value_loss)
                     stats.kl += float((ratio - 1 - log_ratio).mean())
-                    stats.clip_fraction += float(((ratio - 1).abs() > settings.clip_coef).float().mean())
+                    stats.clip_fraction += float(((ratio - 1).abs() > CLIP_COEF).float().mean())
                     stats.entropy_server += float(parts_of_entropy[0].mean())
                     stats.entropy_width += float(parts_of_entropy[1].mean())
                     stats.entropy_group += float(parts_of_entropy[2].mean())
@@ -309,26 +278,26 @@ class PPO:
                 setattr(stats, name, getattr(stats, name) / max(parts, 1))
         return stats
 
-    def imitate(self, batch: Batch, rng: np.random.Generator) -> UpdateStats:
+    def imitate(self, samples: Samples, rng: np.random.Generator) -> UpdateStats:
         """The same over a teacher's decisions: likelihood instead of the surrogate, and the value of its states.
 
         Of widths and groups the policy keeps doubts: one that is sure of its teacher never finds out what is better.
         """
         settings = self.settings
         self._set_rate(0.0)
-        inputs, action, _, allowed = tensors(batch.steps)
+        inputs, action, _, allowed = tensors(samples.steps)
         nothing = torch.zeros(len(action))
-        returns = torch.from_numpy(batch.returns.astype(np.float32))
-        stats = UpdateStats(explained_variance=_explained(batch.returns, batch.steps.value))
+        returns = torch.from_numpy(samples.returns.astype(np.float32))
+        stats = UpdateStats(explained_variance=_explained(samples.returns, samples.steps.value))
         parts = 0
-        for _ in range(settings.epochs):
+        for _ in range(EPOCHS):
             for rows in _minibatches(len(returns), settings.minibatch // 4 + 1, rng):
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 likelihood = joint_log_prob(out, action[rows], nothing[rows], allowed[rows]).mean()
                 value_loss = (0.5 * (returns[rows] - out.value) ** 2).mean()
                 doubt = settings.warm_start_doubt
                 learned = (1 - doubt) * likelihood + doubt * _evenness(out, inputs, rows)
-                stats.gradient_norm += self._step(settings.value_coef * value_loss - learned)
+                stats.gradient_norm += self._step(VALUE_COEF * value_loss - learned)
                 stats.policy_loss -= float(likelihood.detach())
                 stats.value_loss += float(value_loss.detach())
                 parts += 1
@@ -337,19 +306,14 @@ class PPO:
         return stats
 
     def _set_rate(self, progress: float) -> None:
-        settings = self.settings
-        factor = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-            "linear": 1 - progress,
-            "constant": 1.0,
-        }[settings.learning_rate_schedule]
+        factor = max(0.5 * (1 + math.cos(math.pi * progress)), 0.02)  # the last updates are not quite for nothing
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * max(factor, 0.02)  # the last updates are not quite for nothing
+            group["lr"] = self.settings.learning_rate * factor
 
     def _step(self, loss: Tensor) -> float:
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         return float(norm)
 

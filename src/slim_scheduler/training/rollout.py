@@ -116,7 +116,7 @@ class Actor:
             stream = (self._seed, self._worker, order.update, bool(order.teacher))
             self._rng = default_rng([int(part) for part in stream])
             self._begin()
-        network = build_network(training.observation, order.parameters)
+        network = build_network(training.resolved.observation, order.parameters)
         steps = self._empty(order.decisions)
         credits: list[Credit] = []
         memory = 0.0
@@ -155,12 +155,12 @@ class Actor:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
             facts, training = self._scenario.facts, self._training
-            self._encoder = build_encoder(training.observation, facts, self._batch_time, self._plans_here)
+            self._encoder = build_encoder(training.resolved.observation, facts, self._batch_time, self._plans_here)
             self._episode = Episode(
                 self._scenario.config,
                 self._accuracy,
                 int(self._rng.integers(LARGEST_SEED)),
-                expected=training.accuracy == "expected",
+                expected=training.resolved.accuracy == "expected",
                 backlog=self._scenario.backlog,
                 charges=self._charges(),
             )
@@ -227,10 +227,10 @@ class Actor:
 
     def _epsilon(self, decided: int) -> float:
         """Eq. 5's schedule; t counts decisions."""
-        training = self._training
-        span = training.epsilon_decisions or training.decisions or 1  # none: imitation alone
-        fallen = training.epsilon_max + decided / span * (training.epsilon_min - training.epsilon_max)
-        return max(training.epsilon_min, fallen)
+        recipe = self._training.resolved
+        span = self._training.decisions or 1  # none: imitation alone
+        fallen = recipe.epsilon_max + decided / span * (recipe.epsilon_min - recipe.epsilon_max)
+        return max(recipe.epsilon_min, fallen)
 
     def _memory(self) -> float:
         shares = [0.0]
