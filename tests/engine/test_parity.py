@@ -31,7 +31,7 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
         (
             {"batch_window_ms": window},
             {"slowdown": slowdown, "max_batch": 8},
-            {"slowdown": 4.0, "idle_unload_s": 0.05, "batch_window_ms": window, "tile": 8},
+            {"slowdown": 4.0, "idle_unload_s": 0.05, "batch_window_ms": window},
         ),
         router={"name": router, "fallback": "jsq:0.5", "groups": [1, 4, 16]},
         telemetry={"period_s": 0.02},

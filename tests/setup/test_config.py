@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.setup.config import config_from, load_config
+from slim_scheduler.setup.config import config_from, documented, load_config
+from slim_scheduler.setup.reference import sections
+from slim_scheduler.setup.removed import REMOVED
 
 SERVER = {"name": "a", "device": "cpu"}
 
@@ -20,8 +22,7 @@ SERVER = {"name": "a", "device": "cpu"}
         ({"servers": [{**SERVER, "credit_tasks": -4}]}, "servers.0.credit_tasks is -4"),
         ({"servers": [{**SERVER, "batch_window_ms": -1.0}]}, 'batch_window_ms is -1; it must be "auto", or 0'),
         ({"servers": [{**SERVER, "batch_window_ms": float("nan")}]}, "servers.0.batch_window_ms is nan"),
-        ({"servers": [{**SERVER, "tile": 64}]}, r'servers.0.tile is 64; it must be "auto", or from 1 to max'),
-        ({"servers": [{**SERVER, "num_gpus": -1.0}]}, "servers.0.num_gpus is -1"),
+        ({"servers": [{**SERVER, "resources": {"GPU": -1}}]}, "servers.0.resources.GPU is -1; it must be above 0"),
         ({"servers": [{**SERVER, "resources": {"CPU": 1}}]}, "servers.0.resources has CPU, which is Ray's own"),
         ({"servers": [{**SERVER, "resources": {"card": 0}}]}, "servers.0.resources.card is 0; it must be above 0"),
         ({"servers": [{**SERVER, "max_batch": "many"}]}, "Expected `int`, got `str`"),
@@ -41,6 +42,24 @@ def test_bad_configuration_is_one_clear_line(tree, message):
     with pytest.raises(ConfigError, match=message) as raised:
         config_from(tree)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"servers": [{**SERVER, "num_gpus": 1}]}, r"servers\.0\.num_gpus does not exist any more; say resources ="),
+        ({"servers": [SERVER], "router": {"patience_s": 0.05}}, "any more; set servers.N.batch_window_ms instead"),
+        ({"servers": [SERVER], "dispatch": {"max_retries": 5}}, "any more; leave it out: 3 is what everybody ran"),
+    ],
+)
+def test_a_key_that_is_gone_is_refused_with_what_to_do_instead(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from(tree)
+
+
+def test_no_key_is_there_and_gone():
+    there = {f"{section}.{name}" for section, kind, _ in sections() for name, _ in documented(kind)}
+    assert not there & set(REMOVED)
 
 
 def test_overrides_reach_into_lists_and_tables(tmp_path):

@@ -11,7 +11,7 @@ from slim_scheduler.setup.workload import generate, read_trace
 KINDS = {
     "poisson": WorkloadConfig(kind="poisson", rate=50.0, duration_s=2000.0),
     "bursty": WorkloadConfig(kind="bursty", rate=50.0, duration_s=2000.0, burst_factor=6.0),
-    "diurnal": WorkloadConfig(kind="diurnal", rate=50.0, duration_s=2000.0, day_s=600.0, day_swing=0.8),
+    "diurnal": WorkloadConfig(kind="diurnal", rate=50.0, duration_s=2000.0),
 }
 
 
@@ -85,15 +85,10 @@ def test_a_rate_that_is_not_in_items_per_second_yet_is_refused() -> None:
 
 
 def test_diurnal_peaks_a_quarter_day_in_and_bottoms_three_quarters_in() -> None:
-    workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=400.0, day_s=400.0, day_swing=0.5)
+    workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=400.0)
     counts = np.histogram(generate(workload, 1, 1).times, bins=40, range=(0, 400))[0] / 10
     assert counts[8:12].mean() == pytest.approx(150.0, rel=0.08)
     assert counts[28:32].mean() == pytest.approx(50.0, rel=0.12)
-
-
-def test_part_of_a_day_still_has_the_configured_mean() -> None:
-    workload = WorkloadConfig(kind="diurnal", rate=100.0, duration_s=100.0, day_s=400.0, day_swing=0.9)
-    assert np.mean([generate(workload, seed, 1).items for seed in range(20)]) == pytest.approx(10_000, rel=0.01)
 
 
 def test_trace_is_taken_as_it_is_up_to_the_duration(tmp_path) -> None:
@@ -146,7 +141,5 @@ def test_unreadable_traces_are_trace_errors(tmp_path) -> None:
 def test_impossible_shapes_of_load_are_configuration_errors() -> None:
     with pytest.raises(ConfigError, match="burst_s is 5; it must be below burst_every_s"):
         generate(WorkloadConfig(kind="bursty", burst_s=5.0, burst_every_s=5.0), 0, 1)
-    with pytest.raises(ConfigError, match=r"day_swing is 1\.5"):
-        generate(WorkloadConfig(kind="diurnal", day_swing=1.5), 0, 1)
     with pytest.raises(ConfigError, match="0 samples"):
         generate(WorkloadConfig(), 0, 0)

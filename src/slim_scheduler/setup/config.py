@@ -7,6 +7,7 @@ seconds and bytes. An unknown key is an error that names the nearest valid one.
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -18,12 +19,12 @@ import msgspec
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
 from slim_scheduler.setup.recipes import RECIPES, Recipe
+from slim_scheduler.setup.removed import REMOVED
 from slim_scheduler.setup.routers import ROUTERS, parse_router
 
 # Resources that a server does not ask for by name
 RAYS_OWN = {
     "CPU": "servers take none of Ray's CPUs; leave it out",
-    "GPU": "say num_gpus instead",
     "memory": "vram_budget_gib bounds a server's memory",
 }
 
@@ -89,11 +90,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
     batch_window_ms: Annotated[
         float | Literal["auto"],
-        key("user", "how long tasks may be held back until there are `tile` of their kind; 0: not at all, the paper's"),
+        key("user", "how long tasks may be held back for a batch worth starting; 0: not at all, the paper's"),
     ] = 0.0
-    tile: Annotated[
-        int | Literal["auto"], key("expert", "a batch worth starting at once; `auto`: where the profile's gain ends")
-    ] = "auto"
     slowdown: Annotated[
         float, key("user", "takes so many times as long; live it waits without using the CPU, counted busy", above=0)
     ] = 1.0
@@ -101,8 +99,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"], key("user", "what a live device computes in; more than fp32 on engines alone")
     ] = "fp32"
-    num_gpus: Annotated[float | None, key("user", "Ray: GPUs that it needs; none: 1 for cuda devices", least=0)] = None
-    resources: Annotated[dict[str, float], key("user", "Ray: what its machine must have, such as {gtx980ti = 1}")] = {}
+    resources: Annotated[
+        dict[str, float],
+        key("user", "Ray: what it takes of its machine, such as {gtx980ti = 1}; GPU: 1 for cuda devices"),
+    ] = {}
 
     @property
     def concurrency(self) -> int:
@@ -130,11 +130,6 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_activation_mib: Annotated[
         float, key("user", "segment 0 is held back while waiting activations take more", above=0)
     ] = 2048.0
-    priority_aging_s: Annotated[
-        float, key("user", "a task one priority lower counts as having come so much later", above=0)
-    ] = 1.0
-    max_retries: Annotated[int, key("user", "tries of one item beyond the first", least=0)] = 3
-    retry_budget: Annotated[float, key("user", "most retries, as a share of the arriving items", least=0)] = 0.2
     heartbeat_timeout_s: Annotated[float, key("user", "a server silent for so long is out of service", above=0)] = 0.8
     loss_grace_s: Annotated[
         float, key("expert", "a block that reports leave out for so long was lost and is sent again", above=0)
@@ -188,7 +183,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, key("user", "decides where the router cannot; empty: `cost-model` at the middle width")
     ] = ""
     slow_ms: Annotated[float, key("user", "a decision that takes longer suspends the router", above=0)] = 20.0
-    probe_s: Annotated[float, key("expert", "after so long a suspended router is asked again", above=0)] = 1.0
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
     escalation: Annotated[
         bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
@@ -202,8 +196,8 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["poisson", "steps", "bursty", "diurnal", "trace"],
         key(
             "user",
-            "`steps`: Poisson at a rate that changes; `bursty`: two-state Markov-modulated Poisson; `diurnal`: a sine; "
-            "`trace`: a file's arrivals",
+            "`steps`: Poisson at a rate that changes; `bursty`: two-state Markov-modulated Poisson; `diurnal`: a sine, "
+            "one period over `duration_s`, by half of the rate; `trace`: a file's arrivals",
         ),
     ] = "poisson"
     rate: Annotated[float, key("user", "in `rate_unit`, the mean of every kind but `steps` and `trace`", above=0)] = (
@@ -232,8 +226,6 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     burst_factor: Annotated[float, key("user", "`bursty`: rate in a burst over the calm rate", above=0)] = 4.0
     burst_s: Annotated[float, key("user", "`bursty`: mean length of a burst", above=0)] = 1.0
     burst_every_s: Annotated[float, key("user", "`bursty`: mean time from burst to burst", above=0)] = 5.0
-    day_s: Annotated[float, key("user", "`diurnal`: period")] = 60.0
-    day_swing: Annotated[float, key("user", "`diurnal`: amplitude, as a share of the rate")] = 0.5
 
     @property
     def warmup(self) -> float:
@@ -262,7 +254,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`HOST:PORT` or `ray://HOST:PORT`: one that runs already",
         ),
     ] = ""
-    hung_limit_s: Annotated[float, key("user", "a server silent for so long is started anew", above=0)] = 30.0
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -446,6 +437,9 @@ def _reject_unknown(tree: Any, kind: Any, where: str) -> None:
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in tree.items():
         if key not in fields:
+            removed = REMOVED.get(re.sub(r"\.\d+\.", ".", f"{where}{key}"))
+            if removed is not None:
+                raise ConfigError(f"key {where}{key} does not exist any more; {removed}")
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)[0]
             raise ConfigError(f"unknown key {where}{key}; the nearest valid one is {where}{near}")
         kinds = [k for k in (fields[key], *getattr(fields[key], "__args__", ())) if _is_struct(k)]
@@ -507,14 +501,11 @@ def _check_servers(config: Config) -> None:
         for resource, amount in server.resources.items():
             if resource in RAYS_OWN:
                 raise ConfigError(f"servers.{i}.resources has {resource}, which is Ray's own; {RAYS_OWN[resource]}")
-            _positive(f"servers.{i}.resources.{resource}", amount)
+            if resource != "GPU" or amount != 0:  # none, for a server that Ray is to count no card for
+                _positive(f"servers.{i}.resources.{resource}", amount)
         if server.batch_window_ms != "auto" and not 0 <= server.batch_window_ms < float("inf"):
             raise ConfigError(
                 f'servers.{i}.batch_window_ms is {server.batch_window_ms:g}; it must be "auto", or 0 or more and finite'
-            )
-        if server.tile != "auto" and not 1 <= server.tile <= server.max_batch:
-            raise ConfigError(
-                f'servers.{i}.tile is {server.tile}; it must be "auto", or from 1 to max_batch ({server.max_batch})'
             )
     for fault in config.faults:
         if fault.server not in names:

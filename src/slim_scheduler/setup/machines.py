@@ -168,14 +168,10 @@ def build_dispatcher(
         max_waiting_items=dispatch.max_waiting_items,
         max_activation_bytes=int(dispatch.max_activation_mib * 2**20),
         home_matters=config.network.activations,
-        priority_aging=dispatch.priority_aging_s,
-        max_retries=dispatch.max_retries,
-        retry_budget=dispatch.retry_budget,
         heartbeat_timeout=dispatch.heartbeat_timeout_s,
         loss_grace=dispatch.loss_grace_s + 2 * config.telemetry.age_s,
         no_server_timeout=dispatch.no_server_timeout_s,
         slow_router=config.router.slow_ms / 1e3,
-        router_probe=config.router.probe_s,
         batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
     inputs = router_inputs(config, shape, profiles)
@@ -201,9 +197,7 @@ def build_server(
         max_new_instances=server.max_new_instances,
         max_concurrent_batches=server.concurrency,
         max_upgrade=server.max_upgrade,
-        priority_aging=config.dispatch.priority_aging_s,
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
-        tile=None if server.tile == "auto" else server.tile,
         credit=server.credit,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )

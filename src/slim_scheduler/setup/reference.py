@@ -3,6 +3,8 @@
 `python -m slim_scheduler.setup.reference` writes it; a test says when it is stale.
 """
 
+import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,14 +23,15 @@ TIERS = {
 HEAD = """# Configuration
 
 A run's configuration is one TOML file. A flag overrides a key: `--set servers.0.max_batch=64`. An unknown key is an
-error that names the nearest valid one, and a value out of its bounds one that names the bound.
+error that names the nearest valid one, and a value out of its bounds one that names the bound. Each line has a key, its
+values, its default and its meaning. A key that is gone is refused with what to do instead.
 
 This page is made from the fields themselves (`python -m slim_scheduler.setup.reference`).
 """
 
 
 def page() -> str:
-    """The whole page as Markdown: per tier the sections, per section one line for each key."""
+    """The whole page as Markdown: per tier the sections, per section an entry for each key."""
     parts = [HEAD]
     for tier, says in TIERS.items():
         parts.append(f"## Keys of the {tier}\n\n{says}\n")
@@ -37,8 +40,7 @@ def page() -> str:
             if rows:
                 name = f"[[{section}]]" if several else f"[{section}]"
                 doc = (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
-                head = "| key | default | values | meaning |\n|---|---|---|---|"
-                parts.append("\n".join([f"### `{name}`\n\n{doc}\n\n{head}", *rows]) + "\n")
+                parts.append("\n".join([f"### `{name}`\n\n{doc}\n", *rows]) + "\n")
     return "\n".join(parts)
 
 
@@ -56,20 +58,20 @@ def _rows(kind: type[msgspec.Struct], tier: str) -> Iterator[str]:
     for name, meta in documented(kind):
         if meta.extra["tier"] != tier:
             continue
-        default = "none" if name in empty else _default(defaults[name])
-        yield f"| `{name}` | {default} | {_values(hints[name], meta.extra['bounds'])} | {meta.description} |"
+        default = " = none" if name in empty else _default(defaults[name])
+        line = f"- **`{name}`**{default} ({_values(hints[name], meta.extra['bounds'])}): {meta.description}"
+        yield textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _default(value: Any) -> str:
     if value is msgspec.NODEFAULT:
-        return "required"
+        return ", required"
     if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
+        return " = none"
     if isinstance(value, tuple):
-        return f"`[{', '.join(f'{v:g}' for v in value)}]`"
-    return f'`"{value}"`' if isinstance(value, str) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+        return f" = `[{', '.join(f'{v:g}' for v in value)}]`"
+    shown = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    return f" = `{shown}`"
 
 
 def _values(hint: Any, bounds: dict[str, float]) -> str:

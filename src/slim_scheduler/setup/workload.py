@@ -19,6 +19,8 @@ from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import WorkloadConfig
 from slim_scheduler.setup.machines import run_rng
 
+DAY_SWING = 0.5  # of a diurnal load, as a share of its mean
+
 Times = NDArray[np.float64]  # (requests,) or (points,), ascending, seconds from the start of the run
 
 
@@ -100,18 +102,11 @@ def _bursty(workload: WorkloadConfig, rng: Generator) -> Times:
 
 
 def _diurnal(workload: WorkloadConfig, rng: Generator) -> Times:
-    """A sine by thinning. It is scaled so that `rate` is the mean over the run, also over part of a day."""
-    swing, day, duration = workload.day_swing, workload.day_s, workload.duration_s
-    if not 0 <= swing <= 1:
-        raise ConfigError(f"workload.day_swing is {swing:g}; it must be from 0 to 1")
-    if not day > 0:
-        raise ConfigError(f"workload.day_s is {day:g}; it must be above 0")
-    turn = 2 * math.pi / day
-    mean_level = 1 + swing * (1 - math.cos(turn * duration)) / (turn * duration)
-    peak_rate = workload.rate / workload.items_per_request / mean_level * (1 + swing)
-    candidates = _unit_points(peak_rate * duration, rng) / peak_rate
-    level = 1 + swing * np.sin(turn * candidates)
-    return candidates[rng.random(len(candidates)) * (1 + swing) < level]
+    """A day over the run, as a sine by thinning: most a quarter in, least three quarters in."""
+    peak_rate = workload.rate / workload.items_per_request * (1 + DAY_SWING)
+    candidates = _unit_points(peak_rate * workload.duration_s, rng) / peak_rate
+    level = 1 + DAY_SWING * np.sin(2 * math.pi * candidates / workload.duration_s)
+    return candidates[rng.random(len(candidates)) * (1 + DAY_SWING) < level]
 
 
 def _unit_points(until: float, rng: Generator) -> Times:

@@ -29,6 +29,7 @@ from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, ServerConfig
 
+HUNG_LIMIT: Seconds = 30.0  # a server silent for so long is started anew
 START_LIMIT: Seconds = 180.0  # for Ray to find a place for every server, and for torch to load there
 
 
@@ -126,7 +127,7 @@ class ClusterEngine(SlimEngine):
             asked = ", ".join(f"{server.name} {self._session.needs(server)}" for server in servers)
             raise ConfigError(
                 f"not every server was placed and warm within {START_LIMIT:g} s; they ask for {asked}, and the cluster "
-                f"has {self._session.has()}; start Ray on more machines, or change num_gpus and resources"
+                f"has {self._session.has()}; start Ray on more machines, or change servers.N.resources"
             ) from None
         except RayTaskError as error:  # a device that is not there, a budget that it does not have
             cause = error.cause if isinstance(error.cause, Exception) else error
@@ -142,5 +143,5 @@ class ClusterEngine(SlimEngine):
             self._host.clock,
             self._host.ledger.take_forgotten,
             self._log,
-            self.config.cluster.hung_limit_s,
+            HUNG_LIMIT,
         )

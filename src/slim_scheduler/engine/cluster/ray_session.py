@@ -90,8 +90,9 @@ class RaySession:
 
     def needs(self, knobs: ServerConfig) -> dict[str, Any]:
         """What a server asks its machine for."""
-        gpus = knobs.num_gpus if knobs.num_gpus is not None else float(knobs.device.startswith("cuda"))
-        return {"num_gpus": gpus, "resources": dict(knobs.resources)}
+        named = dict(knobs.resources)
+        gpus = named.pop("GPU", float(knobs.device.startswith("cuda")))
+        return {"num_gpus": gpus, "resources": named}
 
     def has(self) -> dict[str, float]:
         """What the machines of the cluster offer in all."""
