@@ -1,24 +1,40 @@
-"""`slim doctor`: what this machine has, what would not work, and what to do."""
+"""`slim doctor`: what this machine has or a configuration means, what would not work, and what to do."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from slim_scheduler.cli.options import Json, examples
+from slim_scheduler.cli.options import Json, Overrides, examples
 from slim_scheduler.cli.terminal import console, print_json
 
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
 
 
 def add(app: typer.Typer) -> None:
-    app.command(epilog=examples("slim doctor", "slim doctor --json"))(doctor)
+    lines = ("slim doctor", "slim doctor --json", "slim doctor --config examples/demo/cluster.toml")
+    app.command(epilog=examples(*lines))(doctor)
 
 
-def doctor(as_json: Json = False) -> None:
-    """What works on this machine, and what to do."""
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead of the machine: what this configuration means.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """What works on this machine, or what a configuration means, and what to do."""
     import msgspec
 
-    from slim_scheduler.cli.doctor import examine
+    if config is None:
+        from slim_scheduler.cli.doctor import examine
 
-    findings = examine()
+        findings, works = examine(), "everything that is here works"
+    else:
+        from slim_scheduler.cli.explanation import explain
+        from slim_scheduler.setup.config import load_config
+
+        findings, works = explain(load_config(config, tuple(overrides or ()))), "this configuration can run"
     if as_json:
         print_json(msgspec.to_builtins(findings))
         return
@@ -35,4 +51,4 @@ def doctor(as_json: Json = False) -> None:
     out = console()
     out.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    out.print("everything that is here works" if not problems else f"problems: {problems}")
+    out.print(works if not problems else f"problems: {problems}")

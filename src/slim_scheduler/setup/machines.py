@@ -140,7 +140,7 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
         deadline=(config.workload.deadline_ms or config.workload.slo_ms) / 1e3,
         sample=config.router.sample,
         escalates=config.router.escalation,
-        fallback=_fallback(config, shape, profiles is not None),
+        fallback=fallback_name(config, shape, profiles is not None),
     )
 
 
@@ -204,8 +204,12 @@ def build_server(
     if profile is not None:
         knobs = msgspec.structs.replace(knobs, best_utilization=profile.best_utilization)
     batch_time = None if profile is None else _batch_time(server, profile)
-    shape = compiled_shape(shape) if server.device.startswith(COMPILED) else shape
-    return ServerScheduler(name, knobs, shape, incarnation, batch_time)
+    return ServerScheduler(name, knobs, served_shape(server, shape), incarnation, batch_time)
+
+
+def served_shape(server: ServerConfig, shape: ModelShape) -> ModelShape:
+    """The network's sizes as a server counts them."""
+    return compiled_shape(shape) if server.device.startswith(COMPILED) else shape
 
 
 def compiled_shape(shape: ModelShape) -> ModelShape:
@@ -239,7 +243,8 @@ def run_rng(seed: int, part: str) -> Generator:
     return default_rng(SeedSequence(seed, spawn_key=(STREAMS.index(part),)))
 
 
-def _fallback(config: Config, shape: ModelShape, profiled: bool) -> str:
+def fallback_name(config: Config, shape: ModelShape, profiled: bool) -> str:
+    """The router that decides where the configured one fails; without profiles it cannot reckon with costs."""
     """The router that stands in. Without profiles a cost model is the shortest queue."""
     middle = shape.widths[(len(shape.widths) - 1) // 2]
     name = config.router.fallback or f"cost-model:{middle:g}"

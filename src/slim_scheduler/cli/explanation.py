@@ -1,0 +1,190 @@
+"""What a configuration means: the findings behind `slim doctor --config`.
+
+Reads the configuration, the model's manifest, profiles and the router's files; starts nothing. What belongs to one
+server, to the load, or to the router is a finding of its own, with advice where something is likely not meant.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from slim_scheduler.cli.doctor import GIB, Finding
+from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.router.costs import items_per_second
+from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.core.types import Bytes, Seconds, Width
+from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig, WorkloadConfig
+from slim_scheduler.setup.machines import (
+    build_router,
+    fallback_name,
+    find_profile,
+    in_items_per_second,
+    load_profiles,
+    load_shape,
+    router_facts,
+    served_shape,
+)
+from slim_scheduler.setup.profiles import read_profile
+
+FULL = 0.9  # of what is carried: above it queues are long whoever routes
+MIB = float(1 << 20)
+NO_LIMIT_MBPS = NetworkConfig().mbps
+
+
+def explain(config: Config) -> list[Finding]:
+    """All findings about a configuration that was read."""
+    try:
+        shape = load_shape(config)
+    except InputError as error:
+        return [Finding("model", "problem", str(error), "the rest needs the network's sizes")]
+    widths = ", ".join(f"{width:g}" for width in shape.widths)
+    findings = [Finding("model", "ok", f"{shape.name}: {shape.segments} segments, widths {widths}")]
+    for server in config.servers:
+        findings.extend(_server(server, config, shape))
+    try:
+        facts = router_facts(config, shape, load_profiles(config, shape))
+    except InputError:
+        facts = None  # the server's own finding says which profile is missing
+    if facts is not None:
+        findings.extend(_capacity(facts))
+        findings.extend(_load(config, facts))
+    findings.extend(_router(config, shape, facts))
+    findings.append(Finding("dispatcher", "ok", _dispatcher(config)))
+    return findings
+
+
+def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
+    subject = f"server {server.name}"
+    path = find_profile(server, shape, Path(config.model.path))
+    if path is None:
+        advice = f"slim measure --model {config.model.path} --device {server.device}, or a router without costs"
+        yield Finding(subject, "note", f"{server.device}: no profile, so its speed is not known", advice)
+    else:
+        try:
+            profile = read_profile(path)
+            slower = f", {server.slowdown:g} times slower" if server.slowdown != 1 else ""
+            yield Finding(subject, "ok", f"{server.device} by {path}{slower}, {profile.source}")
+        except InputError as error:
+            yield Finding(subject, "problem", str(error))
+    yield _memory(subject, server, shape)
+    at_once = "1 batch" if server.concurrency == 1 else f"{server.concurrency} batches"
+    window = "are held back as the profile says" if server.batch_window_ms == "auto" else "start at once"
+    if isinstance(server.batch_window_ms, float) and server.batch_window_ms > 0:
+        window = f"are held back up to {server.batch_window_ms:g} ms"
+    found = f"{at_once} of up to {server.max_batch} at a time, {server.credit} tasks on the way; tasks {window}"
+    if server.max_upgrade is None and len(shape.widths) > 1:
+        advice = f"max_upgrade = 0 for server {server.name}, if the width that is asked for is to be what runs"
+        yield Finding(subject, "note", f"{found}; a wider instance that is free may run instead", advice)
+    else:
+        yield Finding(subject, "ok", found)
+    if max(config.router.groups) > server.credit:
+        found = f"groups of {max(config.router.groups)} are cut to the {server.credit} tasks it may be sent"
+        yield Finding(subject, "note", found, f"lower router.groups, or raise credit_tasks of server {server.name}")
+
+
+def _memory(subject: str, server: ServerConfig, shape: ModelShape) -> Finding:
+    """The budget in sets of instances: one of every segment at every width, or of every segment at the widest."""
+    sizes = served_shape(server, shape)
+    budget = server.vram_budget_gib * GIB
+    whole = sum(_instance(sizes, s, width, server.max_batch) for s in range(sizes.segments) for width in sizes.widths)
+    widest = sum(_instance(sizes, s, sizes.widths[-1], server.max_batch) for s in range(sizes.segments))
+    largest = max(_instance(sizes, s, sizes.widths[-1], server.max_batch) for s in range(sizes.segments))
+    if budget < largest:
+        found = f"{server.vram_budget_gib:g} GiB hold no instance of the widest, which takes {largest / MIB:.1f} MiB"
+        return Finding(subject, "problem", found, "raise vram_budget_gib, or lower max_batch")
+    found = (
+        f"{server.vram_budget_gib:g} GiB hold every segment at every width {math.floor(budget / whole)} times "
+        f"({whole / MIB:.1f} MiB), at the widest alone {math.floor(budget / widest)} times ({widest / MIB:.1f} MiB)"
+    )
+    if budget < whole:
+        return Finding(subject, "note", found, "instances take turns: raise vram_budget_gib, or expect loads")
+    return Finding(subject, "ok", found)
+
+
+def _instance(shape: ModelShape, segment: int, width: Width, max_batch: int) -> Bytes:
+    """An instance that has served every previous width."""
+    previous = shape.widths if segment else ()
+    return shape.instance_bytes(segment, width, max_batch) + sum(shape.variant(segment, p, width) for p in previous)
+
+
+def _capacity(facts: RouterFacts) -> Iterator[Finding]:
+    for width in facts.shape.widths:
+        each = {name: items_per_second(server, facts.shape, width) for name, server in facts.servers.items()}
+        parts = ", ".join(f"{name} {rate:,.0f}" for name, rate in each.items())
+        yield Finding(f"width {width:g}", "ok", f"{sum(each.values()):,.0f} items/s in full batches: {parts}")
+
+
+def _load(config: Config, facts: RouterFacts) -> Iterator[Finding]:
+    workload = in_items_per_second(config).workload
+    narrow, wide = (_carried(facts, width) for width in (facts.shape.widths[0], facts.shape.widths[-1]))
+    if workload.kind == "trace":
+        yield Finding("load", "ok", f"as {workload.trace} says, for {workload.duration_s:g} s")
+    else:
+        factors = [factor for _, factor in workload.steps] if workload.kind == "steps" else [1.0]
+        peak = workload.rate * max(factors)
+        most = ", at most" if workload.kind == "steps" else ""
+        share = f"{peak / narrow:.2f} of the narrowest and {peak / wide:.2f} of the widest"
+        found = f"{peak:,.0f} items/s ({workload.kind}{most}), {share}"
+        if peak > FULL * narrow:
+            advice = "expect queues and refusals at that load: lower workload.rate, or add a server"
+            yield Finding("load", "note", found, advice)
+        else:
+            yield Finding("load", "ok", found)
+    if config.network.shared_mbps is not None or config.network.mbps < NO_LIMIT_MBPS:
+        yield _links(config, facts)
+    yield _time(workload, facts)
+
+
+def _links(config: Config, facts: RouterFacts) -> Finding:
+    servers = facts.servers.values()
+    rate = next(iter(servers)).bytes_per_s if facts.shared_link else sum(server.bytes_per_s for server in servers)
+    found = f"carry {rate / facts.shape.input_bytes:,.0f} inputs/s"
+    if facts.move_activations:
+        found += f", or {rate / max(map(max, facts.shape.activation_bytes)):,.0f} of the largest activations"
+    return Finding("links", "ok", found, "slim frontier has the bound with links")
+
+
+def _time(workload: WorkloadConfig, facts: RouterFacts) -> Finding:
+    limit, what = (workload.deadline_ms, "deadline") if workload.deadline_ms else (workload.slo_ms, "SLO")
+    servers, widths = facts.servers.values(), facts.shape.widths
+    alone = 1e3 * min(_pass(server, facts.shape, widths[0]) for server in servers)
+    full = 1e3 * max(_pass(server, facts.shape, widths[-1], server.max_batch) for server in servers)
+    found = f"{what} {limit:g} ms; an item takes {alone:.1f} ms alone and narrow, {full:.1f} ms in wide batches"
+    if limit < alone:
+        return Finding("time", "problem", found, f"no item can be in time: raise workload.{what.lower()}_ms")
+    if limit < full:
+        return Finding("time", "note", found, "wide full batches on the slowest server are late: lower max_batch")
+    return Finding("time", "ok", found)
+
+
+def _carried(facts: RouterFacts, width: Width) -> float:
+    return sum(items_per_second(server, facts.shape, width) for server in facts.servers.values())
+
+
+def _pass(server: ServerFacts, shape: ModelShape, width: Width, size: int = 1) -> Seconds:
+    """One way through the network on a server, without waiting, links included."""
+    times = [server.latency.seconds(s, width if s else None, width, size) for s in range(shape.segments)]
+    return server.slowdown * sum(times) + 2 * server.link_latency * shape.segments
+
+
+def _router(config: Config, shape: ModelShape, facts: RouterFacts | None) -> Iterator[Finding]:
+    name, fallback = config.router.name, fallback_name(config, shape, facts is not None)
+    profiles = None if facts is None else {name: server.profile for name, server in facts.servers.items()}
+    try:
+        router = build_router(name, config, shape, profiles)
+        build_router(fallback, config, shape, profiles)
+    except InputError as error:
+        yield Finding("router", "problem", str(error))
+        return
+    is_auto = f", here {router.name}" if router.name != name else ""
+    yield Finding("router", "ok", f"{name}{is_auto}; where it fails {fallback} decides")
+
+
+def _dispatcher(config: Config) -> str:
+    dispatch = config.dispatch
+    place = "at the back" if dispatch.reentry == "back" else "at its item's place"
+    return (
+        f"a finished task goes on {place}; refuses beyond {dispatch.max_waiting_items:,} waiting items; a server that "
+        f"is silent for {dispatch.heartbeat_timeout_s:g} s is out"
+    )

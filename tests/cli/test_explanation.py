@@ -1,0 +1,74 @@
+"""`slim doctor --config`: what a configuration means, and what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from slim_scheduler.cli.explanation import explain
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import carried_by_width
+from tests.cli.conftest import ROOT, Slim
+
+DEMO = Path("examples/demo/cluster.toml")
+SHIPPED = sorted(
+    path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.toml") if "[[servers]]" in path.read_text()
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def found(*overrides: str, subject: str = "", path: Path = DEMO):
+    return [finding for finding in explain(load_config(path, overrides)) if finding.subject == subject]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=str)
+def test_no_shipped_configuration_has_a_problem(path):
+    assert not [finding for finding in explain(load_config(path)) if finding.status == "problem"]
+
+
+def test_the_capacity_at_each_width_is_the_simulators():
+    carried = carried_by_width(load_config(DEMO))
+    for width, rate in carried.items():
+        (finding,) = found(subject=f"width {width:g}")
+        assert finding.found.startswith(f"{rate:,.0f} items/s")
+
+
+def test_a_budget_is_told_in_instances_and_one_that_holds_none_is_a_problem():
+    assert "at every width 1 times" in found("servers.0.vram_budget_gib=0.006", subject="server fast")[1].found
+    note = found("servers.0.vram_budget_gib=0.004", subject="server fast")[1]
+    assert (note.status, "at every width 0 times" in note.found) == ("note", True)
+    assert found("servers.0.vram_budget_gib=0.0001", subject="server fast")[1].status == "problem"
+
+
+def test_a_load_beyond_what_is_carried_and_a_time_that_nobody_can_keep_are_told():
+    (load,) = found("workload.rate=1e6", subject="load")
+    assert load.status == "note"
+    assert "expect queues" in load.advice
+    (time,) = found("workload.deadline_ms=0.01", subject="time")
+    assert (time.status, time.advice) == ("problem", "no item can be in time: raise workload.deadline_ms")
+
+
+def test_what_the_defaults_come_to_is_told():
+    (router,) = found("router.name=auto", subject="router")
+    assert router.found == "auto, here lp; where it fails cost-model:0.5 decides"
+    batches = found("servers.0.max_batch=8", "servers.0.max_upgrade=1", subject="server fast")[2]
+    assert batches.found == "1 batch of up to 8 at a time, 16 tasks on the way; tasks start at once"
+    cut = found("servers.0.max_batch=8", subject="server fast")[3]
+    assert cut.found == "groups of 32 are cut to the 16 tasks it may be sent"
+
+
+def test_a_missing_profile_leaves_the_rest_to_be_told():
+    findings = explain(load_config(DEMO, ("servers.0.profile=nowhere", "router.name=jsq:0.5")))
+    assert [f.status for f in findings if "no profile" in f.found] == ["note"]
+    assert not [f for f in findings if f.subject.startswith("width")]
+    assert [f.found for f in findings if f.subject == "router"] == ["jsq:0.5; where it fails jsq:0.5 decides"]
+
+
+def test_the_command_prints_it_and_counts_problems(slim: Slim):
+    outcome = slim("doctor", "--config", DEMO)
+    assert (outcome.code, "this configuration can run" in outcome.out) == (0, True)
+    outcome = slim("doctor", "-c", DEMO, "--set", "router.name=ppo:nowhere")
+    assert "problems: 1" in outcome.out
