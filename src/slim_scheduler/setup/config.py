@@ -287,7 +287,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_server_coef: Annotated[float, key("expert", "`planned`: the same for the server, to `lp`'s choice")] = 0.0
     plan_rho: Annotated[
         float, key("user", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
-    ] = 0.9
+    ] = 0.89
     epsilon_max: Annotated[float | None, key("expert", "eq. 5, at the start; none: the recipe's", least=0, most=1)] = (
         None
     )

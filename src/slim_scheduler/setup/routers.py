@@ -30,7 +30,7 @@ from slim_scheduler.core.router.heuristics import (
     width_tuple,
 )
 from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
-from slim_scheduler.core.router.plan.follower import PlanFollower
+from slim_scheduler.core.router.plan.follower import FOLLOWED_PASSES, FOLLOWED_STEPS, PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans, check_rho
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
@@ -177,7 +177,8 @@ def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:
 def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy, uniform(accuracy)) if inputs.escalates else ()
-    return PlanFollower(Plans(facts, accuracy, name.argument, further), name.text)
+    plans = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS)
+    return PlanFollower(plans, name.text, FOLLOWED_PASSES)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

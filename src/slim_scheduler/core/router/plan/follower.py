@@ -13,7 +13,7 @@ from numpy.random import Generator
 from slim_scheduler.core.router.costs import choices_of, server_costs
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.heuristics import allowed
-from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, PlanKey, Plans, Shares, Target
+from slim_scheduler.core.router.plan.plans import HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, View
@@ -23,14 +23,17 @@ LOOK_EVERY: Seconds = 0.25  # whether more is there than usual
 MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
 USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
+FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
+FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
 STEPS_ABOVE = 2  # a plan is kept while the load is no further below it: each change costs half-full batches
 
 
 class PlanLedger:
     """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not."""
 
-    def __init__(self, plans: Plans) -> None:
+    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES) -> None:
         self._plans = plans
+        self._usual_passes = usual_passes
         self._facts = plans.facts
         self._load: float | None = None
         self._looked_at: Seconds = 0.0
@@ -44,7 +47,7 @@ class PlanLedger:
     @property
     def load(self) -> float:
         """The load that is planned for, as a share of the highest."""
-        return self._current[1] / LOAD_STEPS if self._current is not None else 1.0
+        return self._current[1] / self._plans.steps if self._current is not None else 1.0
 
     def shares(self, view: View) -> Mapping[Target, float]:
         """The plan's shares of the head's kind, which sum to 1; on a second pass, whose widths are fixed, of those
@@ -149,13 +152,14 @@ class PlanLedger:
 
     def _step(self, view: View, up: tuple[ServerName, ...]) -> int:
         """The load as a step, rounded up. Before anything was measured: the highest."""
+        most = self._plans.steps
         if self._load is None:
-            return LOAD_STEPS
+            return most
         catch_up = 0.0 if self._plans.overloaded else self._excess(view) / CATCH_UP
-        steps = LOAD_STEPS * (self._load + catch_up) / self._plans.most(up)
+        steps = most * (self._load + catch_up) / self._plans.most(up)
         if self._current is not None and self._current[1] - STEPS_ABOVE < steps <= self._current[1]:
             return self._current[1]
-        return max(1, min(LOAD_STEPS, math.ceil(steps)))
+        return max(1, min(most, math.ceil(steps)))
 
     def _excess(self, view: View) -> float:
         """What is in the system beyond the usual, in whole items' work."""
@@ -167,8 +171,8 @@ class PlanLedger:
         there = sum(tasks)
         if self._load is None or not there:
             return 0.0
-        plan = self._current or (tuple(self._facts.servers), LOAD_STEPS)
-        usual = self._load * self._plans.usual_time(plan, USUAL_PASSES)
+        plan = self._current or (tuple(self._facts.servers), self._plans.steps)
+        usual = self._load * self._plans.usual_time(plan, self._usual_passes)
         left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
         return left * max(0.0, 1 - usual / there)
 
@@ -178,11 +182,11 @@ class PlanFollower:
 
     chooses_full = False
 
-    def __init__(self, plans: Plans, name: str = "lp") -> None:
+    def __init__(self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES) -> None:
         self.name = name
         self._facts = facts = plans.facts
         self.pairs = plans.pairs
-        self._ledger = PlanLedger(plans)
+        self._ledger = PlanLedger(plans, usual_passes)
         self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:

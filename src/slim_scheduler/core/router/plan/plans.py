@@ -11,8 +11,8 @@ from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
-LOAD_STEPS = 50  # plans between no load and the highest
-RHO = 0.9  # how busy a plan lets a device be: it knows nothing of queueing
+LOAD_STEPS = 50  # plans between no load and the highest, where nobody asks for others; policies are trained on so many
+RHO = 0.89  # how busy a plan lets a device be: it knows nothing of queueing
 MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
 
 Target = tuple[ServerName, Width]
@@ -36,13 +36,20 @@ def check_rho(rho: float) -> None:
 
 class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
-    the queue grows for as long as the load lasts. Raises InputError for what is not in (0, 2]."""
+    the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. Raises InputError for
+    a `rho` that is not in (0, 2]."""
 
     def __init__(
-        self, facts: RouterFacts, accuracy: AccuracyPrior, rho: float = RHO, pairs: Sequence[Choice] = ()
+        self,
+        facts: RouterFacts,
+        accuracy: AccuracyPrior,
+        rho: float = RHO,
+        pairs: Sequence[Choice] = (),
+        steps: int = LOAD_STEPS,
     ) -> None:
         check_rho(rho)
         self.facts = facts
+        self.steps = steps
         self.overload = max(1.0, rho)
         self.overloaded = rho > 1
         self._accuracy = accuracy
@@ -52,7 +59,7 @@ class Plans:
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
         self._passes: dict[PlanKey, tuple[Seconds, Seconds]] = {}
-        for step in range(1, LOAD_STEPS + 1):  # now, not while a request waits
+        for step in range(1, steps + 1):  # now, not while a request waits
             self.shares((tuple(facts.servers), step))
 
     def most(self, up: Sequence[ServerName]) -> float:
@@ -61,7 +68,7 @@ class Plans:
 
     def load(self, key: PlanKey) -> float:
         """The load of a step, items per second."""
-        return self.most(key[0]) * key[1] / LOAD_STEPS * (1 - 1e-6)
+        return self.most(key[0]) * key[1] / self.steps * (1 - 1e-6)
 
     def shares(self, key: PlanKey) -> "Shares":
         if key not in self._shares:
