@@ -53,6 +53,7 @@ def test_a_load_that_cannot_be_carried_says_what_could(config):
     assert point.to_json() == {
         "load_items_s": 120.0,
         "accuracy": None,
+        "known_accuracy": None,
         "energy_per_item_j": None,
         "max_load_items_s": pytest.approx(100.0),
         "second_pass": None,
@@ -71,6 +72,17 @@ def test_loads_go_up_to_the_highest_where_none_are_named(config):
 def test_a_load_must_be_above_zero(config):
     with pytest.raises(ConfigError, match="load 0 must be above 0"):
         frontier(*parts(config), [0.0])
+
+
+def test_what_can_be_known_is_the_other_tables_plan_judged_by_this_one(config):
+    """By the other table a wide first segment is worth more than a wide last one, and here it is not."""
+    swapped = {**TOP1, (0.5, 1.0): TOP1[1.0, 0.5], (1.0, 0.5): TOP1[0.5, 1.0]}
+    other = AccuracyTable(
+        {w: np.arange(100) < 100 * top1 for w, top1 in swapped.items()}, split="held-out", data="made up"
+    )
+    (point,) = frontier(*parts(config), [200 / 3], planned_on=other)
+    assert point.accuracy == pytest.approx(0.8)
+    assert point.known == pytest.approx(0.7)
 
 
 def test_more_accuracies_cost_more_energy(config):

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from slim_scheduler.setup.config import Config
 
 
-SECOND_PASS = ("with second passes: accuracy, %", "or, as accurate as without: J per item")
+COLUMNS = ("items/s", "of most", "accuracy, %", "known, %", "J per item", "mean widths")
+SECOND_PASS = ("two passes, %", "known, %", "J, as accurate as one")
 
 
 def add(app: typer.Typer) -> None:
@@ -40,7 +41,10 @@ def frontier(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """The best accuracy that any router can hold at each load, and the least energy it takes: the bound."""
+    """The best accuracy that any router can hold at each load, and the least energy it takes: the bound.
+
+    What can be known of it: the plan that is best on held-out images, judged on the test images.
+    """
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.run.frontier import frontier as points_of
     from slim_scheduler.run.runs import write_json
@@ -53,7 +57,11 @@ def frontier(
     shape = load_shape(settings)
     accuracy = read_accuracy(Path(settings.model.path) / TABLE_FILES[table])
     profiles = load_profiles(settings, shape)
-    points = points_of(settings, shape, profiles, accuracy, load or (), rho=rho, levels=accuracies)
+    other = Path(settings.model.path) / TABLE_FILES["held-out"]
+    planned_on = read_accuracy(other) if table == "test" and other.is_file() else None
+    points = points_of(
+        settings, shape, profiles, accuracy, load or (), rho=rho, levels=accuracies, planned_on=planned_on
+    )
     content = [point.to_json() for point in points]
     if out is not None:
         from slim_scheduler.report.bound_figure import write_bound_figure
@@ -74,15 +82,8 @@ def _print_table(points: "list[FrontierPoint]") -> None:
 
     most = points[0].max_load_items_s
     table = Table(title=f"The bound: this cluster carries at most {most:,.0f} items/s", title_justify="left")
-    for name in (
-        "load, items/s",
-        "of the highest",
-        "accuracy, %",
-        "energy, J per item",
-        "mean width by segment",
-        *SECOND_PASS,
-    ):
-        table.add_column(name, justify="right")
+    for name in (*COLUMNS, *SECOND_PASS):
+        table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         load = (f"{point.load_items_s:,.0f}", f"{point.load_items_s / most:.0%}")
         if point.plan is None:
@@ -92,11 +93,17 @@ def _print_table(points: "list[FrontierPoint]") -> None:
         mean_widths = " ".join(f"{mean:.2f}" for mean in means)
         best, same = point.again, point.again_same
         twice = (
-            ("", "") if best is None or same is None else (f"{100 * best.accuracy:.2f}", f"{same.energy_per_item:.4g}")
+            ("", "", "")
+            if best is None or same is None
+            else (_percent(best.accuracy), _percent(point.known_again), f"{same.energy_per_item:.4g}")
         )
         energy = f"{point.plan.energy_per_item:.4g}"
-        table.add_row(*load, f"{100 * point.plan.accuracy:.2f}", energy, mean_widths, *twice)
+        table.add_row(*load, _percent(point.accuracy), _percent(point.known), energy, mean_widths, *twice)
     console().print(table)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"
 
 
 def print_distances(config: "Config", summaries: "Mapping[str, Sequence[dict[str, Any]]]") -> None:

@@ -14,7 +14,8 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.profile import Profile
-from slim_scheduler.core.router.plan.choices import efficient, pairs
+from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.plan.choices import efficient, pair_of, pairs
 from slim_scheduler.core.router.plan.program import SLACK, Plan, PlanProgram
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Joules, ServerName
@@ -28,7 +29,9 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     """What any router can hold at a load. Accuracy, energy and plan are None where the load cannot be carried.
 
     `again` is the most accurate plan where items may run again at a second width tuple, `again_same` the one of the
-    least energy that is as accurate as `plan`; None where margins were not measured.
+    least energy that is as accurate as `plan`; None where margins were not measured. `known` is what can be known of
+    `plan` beforehand: the accuracy here of the plan that is best by another table, and `known_again` the same of
+    `again`; None without another table.
     """
 
     load_items_s: float
@@ -36,6 +39,8 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan | None
     again: Plan | None = None
     again_same: Plan | None = None
+    known: float | None = None
+    known_again: float | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -56,12 +61,14 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "load_items_s": self.load_items_s,
             "accuracy": self.accuracy,
+            "known_accuracy": self.known,
             "energy_per_item_j": self.energy_per_item_j,
             "max_load_items_s": self.max_load_items_s,
             "second_pass": None
             if self.again is None or self.again_same is None
             else {
                 "accuracy": self.again.accuracy,
+                "known_accuracy": self.known_again,
                 "energy_per_item_j": self.again.energy_per_item,
                 "energy_per_item_at_same_accuracy_j": self.again_same.energy_per_item,
                 "choices": {
@@ -88,24 +95,50 @@ def frontier(
     *,
     rho: float = 1.0,
     levels: int = 1,
+    planned_on: AccuracyTable | None = None,
 ) -> list[FrontierPoint]:
     """Points at `loads` (items per second; none: shares of the highest), ascending in accuracy within a load.
 
     Every device and link is at most `rho` busy. `levels` above 1 adds the least energy at that many accuracies, evenly
-    from what the least energy of all buys up to the best. Raises ConfigError for a load that is not above 0.
+    from what the least energy of all buys up to the best. `planned_on` is the other table, by which routers plan: what
+    can be known of the best is its best plan, judged by `accuracy`. Raises ConfigError for a load that is not above 0.
     """
     asked = program(config, shape, profiles, accuracy, rho)
     most = asked.max_load()
     facts = router_facts(config, shape, profiles)
-    known = accuracy.has_margins
-    twice = PlanProgram(facts, accuracy, rho, pairs(facts, accuracy, efficient(facts, accuracy))) if known else None
+    twice = _twice(facts, accuracy, rho)
+    known = None if planned_on is None else PlanProgram(facts, planned_on, rho)
+    known_twice = None if planned_on is None or twice is None else _twice(facts, planned_on, rho)
     points = []
     for load in loads or [share * most for share in LOAD_STEPS]:
         if not load > 0:
             raise ConfigError(f"load {load:g} must be above 0 items per second; this cluster carries up to {most:.0f}")
         plans = list(_plans(asked, load, levels))
-        points += [_point(load, most, plan, twice) for plan in plans] or [_point(load, most, None, None)]
+        found = [_point(load, most, plan, twice) for plan in plans] or [_point(load, most, None, None)]
+        found[-1] = msgspec.structs.replace(
+            found[-1], known=_judged(known, load, accuracy), known_again=_judged(known_twice, load, accuracy)
+        )
+        points += found
     return points
+
+
+def _twice(facts: RouterFacts, table: AccuracyTable, rho: float) -> PlanProgram | None:
+    """The program with second passes, where margins were measured."""
+    return PlanProgram(facts, table, rho, pairs(facts, table, efficient(facts, table))) if table.has_margins else None
+
+
+def _judged(asked: PlanProgram | None, load: float, accuracy: AccuracyTable) -> float | None:
+    """The accuracy, by another table, of the most accurate plan."""
+    plan = None if asked is None else asked.most_accurate(load)
+    if plan is None:
+        return None
+    of = {
+        choice: accuracy.top1(choice.first)
+        if choice.second is None
+        else pair_of(accuracy, choice.first, choice.second, choice.threshold).accuracy
+        for choice in plan.choices
+    }
+    return sum(rate * of[choice] for choice, rate in plan.choices.items()) / plan.load
 
 
 def _plans(asked: PlanProgram, load: float, levels: int) -> Iterable[Plan]:
