@@ -1,27 +1,36 @@
 """What is found out without a configuration: engine, profile and router, each measured once."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.profile import Curve, Latency, LatencyTable, Profile
 from slim_scheduler.engine import automatic
 from slim_scheduler.engine.automatic import (
     automatic_config,
-    fastest_device,
+    close_enough,
+    fastest,
     largest_batch,
     measured_profile,
     with_fastest_devices,
 )
 from slim_scheduler.engine.devices.openvino import precisions
+from slim_scheduler.engine.slices import slices_of
 from slim_scheduler.model.family import load_family
-from slim_scheduler.model.family_import import import_family
+from slim_scheduler.model.family_import import import_family, measure_family
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy, write_accuracy
+from slim_scheduler.setup.config import ModelConfig
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.profiles import read_profile
 from tests.engine.live import NETWORK, SHAPE, config_of
 from tests.model.onnx_networks import family_files
+
+DIGITS = Path(__file__).parents[2] / "models/digits"
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +96,62 @@ def test_auto_is_one_of_the_engines_that_run_the_precision() -> None:
     assert chosen.servers[1].device == "cpu"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_auto_never_leaves_the_precision(tmp_path: Path, precision: str) -> None:
+    _, found = fastest(NETWORK, SHAPE, tmp_path, "auto", precision, 1, 1.0)
+    assert found == precision
+
+
+def test_a_precision_that_nothing_here_has(family: Path) -> None:
+    model = load_family(family)
+    with pytest.raises(ConfigError, match="no engine here runs three in fp16; tried: openvino:CPU in fp16"):
+        fastest(model, model.manifest.shape, family, "auto", "fp16", 1, 1.0)
+
+
+def digits_with(folder: Path, wrong: int | None) -> Path:
+    """The digits network with a bf16 table beside it, in which so many more answers are wrong; None: without."""
+    shutil.copytree(DIGITS, folder)
+    if wrong is not None:
+        full = read_accuracy(folder)
+        worse = {widths: full.correct(widths).copy() for widths in full.tuples}
+        for right in worse.values():
+            right[np.flatnonzero(right)[:wrong]] = False
+        margins = {widths: full.margin(widths) for widths in full.tuples}
+        table = AccuracyTable(worse, split="test", data=full.data, margins=margins, precision="bf16")
+        write_accuracy(table, folder / "accuracy-bf16.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(("wrong", "allowed"), [(None, ["fp32"]), (1, ["fp32", "bf16"]), (2, ["fp32"])])
+def test_auto_takes_a_lower_precision_only_where_it_was_measured_to_lose_nothing(
+    tmp_path: Path, wrong: int | None, allowed: list[str]
+) -> None:
+    """One of 599 images is less than 0.2 points, two are more."""
+    assert close_enough(digits_with(tmp_path / "digits", wrong)) == allowed
+
+
+def test_auto_takes_the_fastest_of_what_it_tried(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {("cpu", "fp32"): 3.0, ("cpu", "bf16"): 1.0, ("openvino:CPU", "fp32"): 2.0, ("openvino:CPU", "bf16"): 9.0}
+    monkeypatch.setattr(
+        automatic, "_trial_once", lambda m, s, device, precision, *rest: times.get((device, precision), 8.0)
+    )
+    folder = digits_with(tmp_path / "digits", 0)
+    config = config_of([{"device": "auto", "precision": "auto"}, {"device": "openvino:CPU", "precision": "auto"}])
+    config = msgspec.structs.replace(config, model=ModelConfig(path=str(folder)))
+    chosen = with_fastest_devices(config, NETWORK, SHAPE).servers
+    assert [(server.device, server.precision) for server in chosen] == [("cpu", "bf16"), ("openvino:CPU", "fp32")]
+
+
 @pytest.mark.skipif("bf16" not in precisions("CPU"), reason="this CPU does not compute in bf16")
-def test_auto_never_leaves_the_precision() -> None:
-    assert fastest_device(NETWORK, SHAPE, "bf16", 1, 1.0) == "openvino:CPU"
-    with pytest.raises(ConfigError, match="no engine here runs tiny in fp16"):
-        fastest_device(NETWORK, SHAPE, "fp16", 1, 1.0)
+def test_accuracy_that_was_not_measured_in_the_precision_is_named(family: Path) -> None:
+    config, said = automatic_config(family, "bf16")
+    assert config.servers[0].precision == "bf16"
+    assert "accuracy in bf16 was not measured, fp32's is taken" in said[-1]
+    with slices_of(family, "openvino:CPU", "bf16") as load:
+        table = measure_family(family, "digits", "bf16", load)
+    assert table.precision == "bf16"
+    assert accuracy_path(config) == family / "accuracy-bf16.parquet"
+    assert "not measured" not in automatic_config(family, "bf16")[1][-1]
 
 
 def test_batches_end_within_a_quarter_of_a_second() -> None:

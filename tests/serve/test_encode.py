@@ -33,6 +33,7 @@ def test_logits_as_json_with_the_cost(card):
         "queue_ms": 4.0,
         "compute_ms": 2.0,
         "energy_source": "counter",
+        "precision": "fp32",
         "energy_j": 0.5,
         "passes": 1,
         "item_passes": "1",

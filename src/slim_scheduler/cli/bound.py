@@ -1,7 +1,6 @@
 """`slim frontier`: the bound as a table, a figure or JSON."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,14 +47,14 @@ def frontier(
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.run.frontier import frontier as points_of
     from slim_scheduler.run.runs import write_json
-    from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+    from slim_scheduler.setup.accuracy_files import TABLE_FILES, accuracy_path, read_accuracy
     from slim_scheduler.setup.machines import load_profiles, load_shape
 
     if table not in TABLE_FILES:
         raise ConfigError(f"accuracy table {table} is unknown; available: {', '.join(TABLE_FILES)}")
     settings = read_config(config, overrides)
     shape = load_shape(settings)
-    accuracy = read_accuracy(Path(settings.model.path) / TABLE_FILES[table])
+    accuracy = read_accuracy(accuracy_path(settings, table))
     profiles = load_profiles(settings, shape)
     other = Path(settings.model.path) / TABLE_FILES["held-out"]
     planned_on = read_accuracy(other) if table == "test" and other.is_file() else None

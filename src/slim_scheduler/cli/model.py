@@ -29,7 +29,12 @@ def add(app: typer.Typer) -> None:
             "slim fit --preset digits --data digits --teacher models/digits --out models/taught",
         )
     )(fit)
-    app.command(epilog=examples("slim accuracy --model models/digits --data digits --json"))(accuracy)
+    app.command(
+        epilog=examples(
+            "slim accuracy --model models/digits --data digits --json",
+            "slim accuracy --model models/digits --data digits --device openvino:CPU --precision bf16",
+        )
+    )(accuracy)
     app.command(epilog=examples("slim measure --model models/digits --device cpu"))(measure)
 
 
@@ -99,14 +104,28 @@ def fit(
     console().print(f"trained in {result.seconds:.0f} s: {out}", soft_wrap=True)
 
 
-def accuracy(model: ModelFolder, data: Data, device: Device = "cpu", as_json: Json = False) -> None:
-    """Right or wrong per item for every width tuple."""
+def accuracy(
+    model: ModelFolder, data: Data, device: Device = "cpu", precision: Precision = "fp32", as_json: Json = False
+) -> None:
+    """Right or wrong per item for every width tuple, in the precision that serves."""
+    from slim_scheduler.engine.slices import slices_of
     from slim_scheduler.model.accuracy import measure_folder
+    from slim_scheduler.model.family import is_family
 
-    with progress("measuring accuracy") as show:
-        tables = measure_folder(
-            model, data, device=device, progress=lambda split, share: show(share, f"on {split} images")
-        )
+    with progress("measuring accuracy") as show, slices_of(model, device, precision) as load:
+        if is_family(model):
+            from slim_scheduler.model.family_import import measure_family
+
+            tables = {"test": measure_family(model, data, precision, load, lambda share, what: show(share, what))}
+        else:
+            tables = measure_folder(
+                model,
+                data,
+                device=device,
+                precision=precision,
+                load=load,
+                progress=lambda split, share: show(share, f"on {split} images"),
+            )
     test = tables["test"]
     percentages = test.percentages()
     if as_json:
@@ -114,15 +133,24 @@ def accuracy(model: ModelFolder, data: Data, device: Device = "cpu", as_json: Js
         return
     from rich.table import Table
 
+    from slim_scheduler.setup.accuracy_files import table_file
+
     table = Table(box=None)
     table.add_column("widths")
     table.add_column("%", justify="right")
     uniform = [(width,) * test.segments for width in test.widths]
     for widths in dict.fromkeys([*uniform, min(test.tuples, key=test.top1), max(test.tuples, key=test.top1)]):
         table.add_row("/".join(f"{w:g}" for w in widths), f"{100 * test.top1(widths):.2f}")
-    console().print(f"top-1 on {test.items:,} test images of {test.data}")
+    agreement = test.data.startswith("agreement")  # with the last rank, on images without labels
+    what = (
+        f"in {precision}, {test.items:,} images: {test.data}"
+        if agreement
+        else (f"top-1 in {precision} on {test.items:,} test images of {test.data}")
+    )
+    console().print(what)
     console().print(table)
-    console().print(f"all {len(test.tuples)} width tuples: {model / 'accuracy.parquet'}", soft_wrap=True)
+    path = model / table_file("test", precision)
+    console().print(f"all {len(test.tuples)} width tuples: {path}", soft_wrap=True)
 
 
 def measure(

@@ -46,7 +46,7 @@ def plan(
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.core.router.plan.plans import RHO
     from slim_scheduler.run.sizing import size, trace_load
-    from slim_scheduler.setup.accuracy_files import read_accuracy
+    from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
     from slim_scheduler.setup.config import load_config, with_overrides
     from slim_scheduler.setup.machines import load_profiles, load_shape
     from slim_scheduler.setup.workload import read_trace
@@ -61,7 +61,7 @@ def plan(
         assert model is not None
         settings = with_overrides(found_for(model, precision), overrides or ())
     shape = load_shape(settings)
-    table = read_accuracy(Path(settings.model.path))
+    table = read_accuracy(accuracy_path(settings))
     with progress("asking the bound") as show:
         sizing = size(
             settings,

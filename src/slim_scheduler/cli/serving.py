@@ -44,7 +44,7 @@ def serve(
     data: Annotated[
         str | None, typer.Option("--data", "-d", help="Images to measure FILEs on, as `slim import`.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="Without --config: fp32, or bf16 where an engine has it.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="Without --config: fp32, bf16, fp16 or auto.")] = "fp32",
     labels: Labels = None,
     mean: Means = None,
     std: Stds = None,

@@ -52,6 +52,7 @@ class Prediction(msgspec.Struct, frozen=True):
     other_widths: str = ""
     other_compute_ms: float = 0.0
     other_energy_j: float | None = None
+    precision: str = "fp32"
 
     @property
     def classes(self) -> npt.NDArray[np.int64]:
@@ -238,6 +239,7 @@ class _Cost(msgspec.Struct):
     other_widths: str = ""
     other_compute_ms: float = 0.0
     other_energy_j: float | None = None
+    precision: str = "fp32"
 
     def with_logits(self, logits: npt.NDArray[np.float32]) -> Prediction:
         return Prediction(logits, **msgspec.structs.asdict(self))

@@ -35,7 +35,8 @@ class AccuracyTable:
     """Right or wrong per item for measured width tuples of one network.
 
     `split` is `test` (for evaluation) or `held-out` (held-out training images, for training a router). `margins` are
-    those of the same tuples and items; without them nothing can be said of escalation.
+    those of the same tuples and items; without them nothing can be said of escalation. `precision` is what the network
+    computed in.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AccuracyTable:
         weights_sha256: str = "",
         margins: Mapping[WidthTuple, npt.NDArray[np.float16]] | None = None,
         calibration: Calibration | None = None,
+        precision: str = "fp32",
     ) -> None:
         if not columns:
             raise DataError("an accuracy table needs at least one width tuple; run `slim accuracy`")
@@ -54,6 +56,7 @@ class AccuracyTable:
         self._margins = {tuple(widths): margin.astype(np.float16) for widths, margin in (margins or {}).items()}
         self.split, self.data, self.weights_sha256 = split, data, weights_sha256
         self.calibration = calibration
+        self.precision = precision
         self.tuples: tuple[WidthTuple, ...] = tuple(sorted(self._columns))
         self.segments = len(self.tuples[0])
         self.widths = tuple(sorted({width for widths in self.tuples for width in widths}))

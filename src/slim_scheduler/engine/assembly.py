@@ -16,7 +16,7 @@ from slim_scheduler.engine.local.host import DISPATCHER
 from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.model.protocol import SlimmableModel
-from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, NetworkConfig
 from slim_scheduler.setup.machines import build_server, load_profiles
 
@@ -89,6 +89,6 @@ def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profi
 def accuracy_if_measured(config: Config) -> AccuracyTable | None:
     """The accuracy per width tuple, where it was measured; else requests with an accuracy floor are refused."""
     try:
-        return read_accuracy(config.model.path)
+        return read_accuracy(accuracy_path(config))
     except DataError:
         return None

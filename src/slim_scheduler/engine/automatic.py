@@ -26,7 +26,7 @@ from slim_scheduler.model.family import Family
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.model.segment_graph import weights_hash
-from slim_scheduler.setup.accuracy_files import TABLE_FILES
+from slim_scheduler.setup.accuracy_files import PRECISIONS, TABLE_FILES, accuracy_path, read_accuracy, table_file
 from slim_scheduler.setup.cache import cache_folder, write_cached
 from slim_scheduler.setup.config import Config, ModelConfig, RouterConfig, ServerConfig
 from slim_scheduler.setup.machines import load_shape
@@ -37,6 +37,8 @@ GIB = 2**30
 PROFILE_ROUNDS = 1  # of four visits to every point
 TRIAL_BATCHES = (1, 8)
 TRIALS = 5
+NEVER: Seconds = float("inf")
+LOSS = 0.002  # of top-1, that `precision = "auto"` may cost
 LONGEST_BATCH: Seconds = 0.25
 MEMORY_SHARE = 0.5  # of the memory that is free now, for a server on the CPU; of a GPU's, 0.8
 POLICY = "policy"  # the folder of a model's own policy, beside its manifest
@@ -54,9 +56,9 @@ def automatic_config(
     shape = load_shape(Config(model=ModelConfig(path=str(folder))))
     said, servers = [], []
     threads = max(1, cores() - 1)  # the event loop has the other
+    asked = precision
     for device, memory_gib in _devices(model):
-        if device == AUTO:
-            device = fastest_device(model, shape, precision, threads, memory_gib, progress)
+        device, precision = fastest(model, shape, folder, device, asked, threads, memory_gib, progress)
         path, fresh = measured_profile(model, device, precision, threads, memory_gib, progress)
         when = "measured now" if fresh else "kept"
         batch = largest_batch(read_profile(path))
@@ -79,60 +81,89 @@ def automatic_config(
     router, why = _router(folder, shape)
     said.append(f"router {router}: {why}")
     config = Config(model=ModelConfig(path=str(folder)), servers=tuple(servers), router=RouterConfig(name=router))
+    if precision != "fp32" and accuracy_path(config) == folder / table_file("test"):
+        said.append(
+            f"accuracy in {precision} was not measured, fp32's is taken; measure it: `slim accuracy --model {folder} "
+            f"--data DIR --device {device} --precision {precision}`"
+        )
     return config, said
 
 
 def with_fastest_devices(config: Config, model: SlimmableModel, shape: ModelShape) -> Config:
-    """The configuration with a name in place of every `device = "auto"`."""
-    if all(server.device != AUTO for server in config.servers):
-        return config
-    servers = [
-        server
-        if server.device != AUTO
-        else msgspec.structs.replace(
-            server,
-            device=fastest_device(model, shape, server.precision, server.threads, server.vram_budget_gib),
-        )
-        for server in config.servers
-    ]
-    return msgspec.structs.replace(config, servers=tuple(servers))
+    """The configuration with a name in place of every `device = "auto"` and `precision = "auto"`."""
+
+    def named(server: ServerConfig) -> ServerConfig:
+        if AUTO not in (server.device, server.precision):
+            return server
+        folder, memory = Path(config.model.path), server.vram_budget_gib
+        found = fastest(model, shape, folder, server.device, server.precision, server.threads, memory)
+        return msgspec.structs.replace(server, device=found[0], precision=found[1])
+
+    return msgspec.structs.replace(config, servers=tuple(named(server) for server in config.servers))
 
 
-def fastest_device(
+def fastest(
     model: SlimmableModel,
     shape: ModelShape,
+    folder: Path,
+    device: str,
     precision: str,
     threads: int,
     memory_gib: float,
     progress: Progress = lambda share, what: None,
-) -> str:
-    """The CPU engine that takes the least time for the widest network, of those that run `precision`; measured once."""
-    path = cache_folder("engines") / f"{_key(model, 'cpu', precision, threads)}.json"
-    candidates = _candidates(model, precision)
+) -> tuple[str, str]:
+    """(device, precision) that take the least time for the widest network, of those that `auto` leaves open; each
+    measured once. `precision = "auto"` leaves open what `close_enough` lets through."""
+    allowed = close_enough(folder) if precision == AUTO else [precision]
+    candidates = [(d, p) for p in allowed for d in (_candidates(model, p) if device == AUTO else [device])]
+    if len(candidates) == 1 and AUTO not in (device, precision):
+        return candidates[0]
+    seconds: dict[tuple[str, str], Seconds] = {}
+    for i, (name, kind) in enumerate(candidates):
+        progress(0.2 * i / len(candidates), f"trying {name} in {kind}")
+        seconds[name, kind] = _trial_once(model, shape, name, kind, threads, memory_gib)
+    if min(seconds.values(), default=NEVER) == NEVER:
+        tried = ", ".join(f"{name} in {kind}" for name, kind in candidates) or "none"
+        raise ConfigError(f"no engine here runs {shape.name} in {precision}; tried: {tried}")
+    return min(seconds, key=lambda pair: seconds[pair])
+
+
+def close_enough(folder: Path) -> list[str]:
+    """Precisions in which the network was measured to get as much right as in fp32, to `LOSS`, at every one width."""
+    allowed = ["fp32"]
+    for precision in PRECISIONS[1:]:
+        path = folder / table_file("test", precision)
+        if path.is_file():
+            full, lower = read_accuracy(folder), read_accuracy(path)
+            uniform = [(width,) * full.segments for width in full.widths]
+            if all(full.top1(widths) - lower.top1(widths) <= LOSS for widths in uniform):
+                allowed.append(precision)
+    return allowed
+
+
+def _trial_once(
+    model: SlimmableModel, shape: ModelShape, device: str, precision: str, threads: int, memory_gib: float
+) -> Seconds:
+    """Seconds of the widest network, kept in the user's cache; `NEVER` where the device cannot run it so."""
+    path = cache_folder("engines") / f"{_key(model, device, precision, threads)}.json"
     if path.is_file():
-        kept = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
-        if set(candidates) <= set(kept):
-            return min(candidates, key=lambda device: kept[device])
-    seconds: dict[str, Seconds] = {}
-    for i, device in enumerate(candidates):
-        progress(0.2 * i / len(candidates), f"trying {device}")
-        try:
-            opened = open_device(
-                device,
-                model,
-                shape,
-                threads=threads,
-                max_batch=TRIAL_BATCHES[-1],
-                memory_limit=int(memory_gib * GIB),
-                precision=precision,
-            )
-            seconds[device] = _trial(opened, model)
-        except (InputError, RuntimeError):  # it cannot run this network, or not in this precision
-            seconds[device] = float("inf")
-    if min(seconds.values(), default=float("inf")) == float("inf"):
-        raise ConfigError(f"no engine here runs {shape.name} in {precision}; tried: {', '.join(candidates) or 'none'}")
-    write_cached(path, msgspec.json.encode(seconds))
-    return min(seconds, key=lambda device: seconds[device])
+        kept = msgspec.json.decode(path.read_bytes(), type=float | None)
+        return NEVER if kept is None else kept
+    try:
+        opened = open_device(
+            device,
+            model,
+            shape,
+            threads=threads,
+            max_batch=TRIAL_BATCHES[-1],
+            memory_limit=int(memory_gib * GIB),
+            precision=precision,
+        )
+        seconds = _trial(opened, model)
+    except (InputError, RuntimeError):  # it cannot run this network, or not in this precision
+        seconds = NEVER
+    write_cached(path, msgspec.json.encode(None if seconds == NEVER else seconds))
+    return seconds
 
 
 def measured_profile(
@@ -186,7 +217,7 @@ def _devices(model: SlimmableModel) -> list[tuple[str, float]]:
 
 def _candidates(model: SlimmableModel, precision: str) -> list[str]:
     """CPU engines that are installed. Device `cpu` runs a family on ONNX Runtime, so that is not tried twice."""
-    names = ["cpu"] if precision == "fp32" else []
+    names = ["cpu"] if precision == "fp32" or not isinstance(model, Family) else []
     if not isinstance(model, Family) and precision == "fp32" and _installed("onnxruntime", "onnx"):
         names.append("onnxruntime:CPU")
     if _installed("openvino", "onnx", "onnxruntime"):

@@ -1,7 +1,7 @@
 """Measures which items a network answers right at every width tuple and by what margin, and writes it beside the model.
 
 Tuples share the passes of their common prefixes: 4 + 16 + 64 + 256 = 340 segment passes instead of 1,024 for four
-segments at four widths. Runs the deployed slices in float32, which is what serves.
+segments at four widths. Runs the slices that serve, in the precision that serves.
 """
 
 import itertools
@@ -23,11 +23,14 @@ from slim_scheduler.model import checkpoint
 from slim_scheduler.model.calibration import fit_calibration, margins_of
 from slim_scheduler.model.data import held_out, load_data
 from slim_scheduler.model.images import ImageData, Images
+from slim_scheduler.model.precision import in_precision
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 from slim_scheduler.model.workers import Workers
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
+from slim_scheduler.setup.accuracy_files import table_file, write_accuracy
 
 BATCH = 250
+
+LoadSlice = Callable[[int, float], SegmentSlice]  # of a segment at a width
 
 
 class Answers(NamedTuple):
@@ -42,15 +45,19 @@ def measure_folder(
     data: str | Path,
     *,
     device: str = "cpu",
+    precision: str = "fp32",
+    load: LoadSlice | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, AccuracyTable]:
-    """Tables of a model folder by split (`test`, `held-out`), written beside it; top-1 and calibration in its manifest.
+    """Tables of a model folder by split (`test`, `held-out`), written beside it, fp32's top-1 and calibration also in
+    its manifest.
 
     The held-out table is of the images that `fit` kept out of training, and calibrates; a model without a training
-    record, or measured on other data, gets the test table alone, which then calibrates too. `progress` is called with
-    (split, share done).
+    record, or measured on other data, gets the test table alone, which then calibrates too. `load` gives slices of
+    an execution engine, where torch on `device` is not meant. `progress` is called with (split, share done).
     """
     folder = Path(folder)
+    device = "cpu" if load is not None else device
     manifest = checkpoint.load_manifest(folder)
     model = checkpoint.load(folder, device)
     images = load_data(data, manifest.shape.item_shape)
@@ -65,6 +72,7 @@ def measure_folder(
             manifest.mean,
             manifest.std,
             device=device,
+            load=load or partial(_slice, in_precision(model, precision), device),
             progress=partial(progress, split) if progress else None,
         )
         for split, part in _splits(images, manifest).items()
@@ -79,11 +87,14 @@ def measure_folder(
             weights_sha256=manifest.weights_sha256,
             margins=margins,
             calibration=calibration,
+            precision=precision,
         )
         for split, (right, margins) in answers.items()
     }
     for split, table in tables.items():
-        write_accuracy(table, folder / TABLE_FILES[split])
+        write_accuracy(table, folder / table_file(split, precision))
+    if precision != "fp32":
+        return tables
     top1 = {split: {n: round(p / 100, 4) for n, p in t.percentages().items()} for split, t in tables.items()}
     errors = {
         split: {tuple_name(t): round(error, 4) for t, error in sorted(calibration_errors(calibration, *found).items())}
@@ -101,10 +112,11 @@ def measure_accuracy(
     std: tuple[float, ...],
     *,
     device: str = "cpu",
+    load: LoadSlice | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Answers:
     """Right or wrong, and margin, for every width tuple. `progress` gets the share done after each batch."""
-    slices = _all_slices(model, device)
+    slices = _all_slices(model, load or partial(_slice, model, device))
     shift, scale = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (mean, std))
     starts = range(0, len(images), BATCH)
     done = itertools.count(1)
@@ -149,8 +161,12 @@ def _walk(
         _walk(model, slices, out, (*prefix, width), labels, found)
 
 
-def _all_slices(model: SlimmableModel, device: str) -> dict[tuple[int, float], SegmentSlice]:
-    slices = {(s, w): model.slice(s, w, device) for s in range(model.segments) for w in model.widths}
+def _slice(model: SlimmableModel, device: str, segment: int, width: float) -> SegmentSlice:
+    return model.slice(segment, width, device)
+
+
+def _all_slices(model: SlimmableModel, load: LoadSlice) -> dict[tuple[int, float], SegmentSlice]:
+    slices = {(s, w): load(s, w) for s in range(model.segments) for w in model.widths}
     for (segment, _), piece in slices.items():
         for previous in model.widths if segment else ():
             piece.build_variant(previous)

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ import torch
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError, first_line
-from slim_scheduler.model.accuracy import Answers, table_margins
+from slim_scheduler.model.accuracy import Answers, LoadSlice, table_margins
 from slim_scheduler.model.calibration import fit_calibration
 from slim_scheduler.model.data import IMAGE_SUFFIXES, load_data, read_image
 from slim_scheduler.model.exported_program import is_zip, onnx_of_exported_program
@@ -33,13 +34,14 @@ from slim_scheduler.model.family import (
     Family,
     FamilyManifest,
     Measured,
-    Preparation,
     Variant,
     family_shape,
+    load_family,
 )
 from slim_scheduler.model.graph_session import GraphSession
 from slim_scheduler.model.onnx_file import Graph, Layout, check_onnx, read_onnx, sha256, with_any_batch
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
+from slim_scheduler.model.precision import in_precision
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, table_file, write_accuracy
 
 MOST_VARIANTS = 16
 COST_BATCH = 4
@@ -90,23 +92,52 @@ def import_family(
     candidates = _checked(files, wishes, progress)
     labels = _labels(candidates, wishes.labels)
     ranked = _by_cost(candidates, progress)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    unfinished = out.parent / f".{out.name}.{os.getpid()}.partial"
     made = [folder for folder in out.parents if not folder.exists()]  # the innermost first
     try:
-        partial.mkdir(parents=True)
-        manifest = _written(partial, out.name, ranked, labels)
+        unfinished.mkdir(parents=True)
+        manifest = _written(unfinished, out.name, ranked, labels)
         if data is not None:
             family = Family(out.name, manifest, tuple(candidate.graph.content for candidate in ranked))
-            table, manifest = _measured(family, data, labels is not None, progress)
-            write_accuracy(table, partial / TABLE_FILES["test"])
-        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-        partial.rename(out)
+            table, manifest = _measured(
+                family, data, labels is not None, "fp32", partial(family.slice, device="cpu"), progress
+            )
+            write_accuracy(table, unfinished / TABLE_FILES["test"])
+        _write_manifest(manifest, unfinished)
+        unfinished.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         for folder in made if not out.exists() else ():
             with contextlib.suppress(OSError):  # somebody else put something into it
                 folder.rmdir()
     return manifest
+
+
+def measure_family(
+    folder: Path,
+    data: str,
+    precision: str = "fp32",
+    load: LoadSlice | None = None,
+    progress: Progress = lambda share, what: None,
+) -> AccuracyTable:
+    """What the ranks of an imported family get right, written beside it, fp32's also in its manifest. `load` gives
+    ranks on an execution engine. Raises InputError."""
+    family = load_family(folder)
+    named = family.manifest.classes != _numbered(family.classes)
+    load = load or partial(in_precision(family, precision).slice, device="cpu")
+    table, manifest = _measured(family, data, named, precision, load, progress)
+    write_accuracy(table, folder / table_file("test", precision))
+    if precision == "fp32":
+        _write_manifest(manifest, folder)
+    return table
+
+
+def _write_manifest(manifest: FamilyManifest, folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+
+
+def _numbered(classes: int) -> tuple[str, ...]:
+    return tuple(str(label) for label in range(classes))
 
 
 # ---- files
@@ -286,7 +317,7 @@ def _written(folder: Path, name: str, ranked: list[_Candidate], labels: tuple[st
         format=FORMAT,
         kind="family",
         shape=family_shape(name, tuple(variants), item_shape, facts.classes),
-        classes=labels or tuple(str(label) for label in range(facts.classes)),
+        classes=labels or _numbered(facts.classes),
         mean=(0.0,) * facts.channels if raw else last.mean,
         std=(1.0,) * facts.channels if raw else last.std,
         variants=tuple(variants),
@@ -416,29 +447,33 @@ def _image_files(folder: Path) -> list[Path]:
 # ---- accuracy
 
 
-def _measured(family: Family, data: str, named: bool, progress: Progress) -> tuple[AccuracyTable, FamilyManifest]:
-    """Runs all images through all variants: the table, and the manifest that sums it up."""
+def _measured(
+    family: Family, data: str, named: bool, precision: str, load: LoadSlice, progress: Progress
+) -> tuple[AccuracyTable, FamilyManifest]:
+    """Runs all images through all variants: the table, and the manifest that sums it up.
+
+    Without labels what counts as right is what the last variant answers in fp32.
+    """
     manifest = family.manifest
     images = _images(data, manifest, named)
-    torch_threads = torch.get_num_threads()
     ranks = manifest.shape.widths
-    runners = []
-    for rank in ranks:
-        variant = manifest.variant(rank)
-        session = GraphSession(family.graph(rank), torch_threads, batch=variant.batch, name=variant.name)
-        runners.append((Preparation(manifest.mean, manifest.std, variant), session))
+    slices = [load(0, rank) for rank in ranks]
+    judge = family.slice(0, ranks[-1], "cpu") if images.labels is None and precision != "fp32" else slices[-1]
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (manifest.mean, manifest.std))
     scores: list[list[npt.NDArray[np.float32]]] = [[] for _ in ranks]
+    said_best: list[npt.NDArray[np.int64]] = []
     done = 0
     for pixels in images.batches():
         items = (torch.from_numpy(pixels).float() / 255.0 - mean) / std
-        for i, (prepare, session) in enumerate(runners):
-            scores[i].append(session.run(prepare(items)))
+        for i, piece in enumerate(slices):
+            scores[i].append(piece.run(items, None).numpy())
+        best = scores[-1][-1] if judge is slices[-1] else judge.run(items, None).numpy()
+        said_best.append(best.argmax(axis=1))
         done += len(pixels)
         progress(0.2 + 0.8 * done / images.count, f"{done} of {images.count} images")
     outputs = [np.concatenate(parts) for parts in scores]  # each (images, classes)
     answers = [output.argmax(axis=1) for output in outputs]
-    truth = answers[-1] if images.labels is None else images.labels
+    truth = np.concatenate(said_best) if images.labels is None else images.labels
     kind: Measured = "agreement" if images.labels is None else "accuracy"
     last = manifest.variants[-1].name
     said = images.name if images.labels is not None else f"agreement with {last} on {images.name}"
@@ -453,6 +488,7 @@ def _measured(family: Family, data: str, named: bool, progress: Progress) -> tup
         split="test",
         data=said,
         weights_sha256=manifest.weights_sha256,
+        precision=precision,
     )
     return table, msgspec.structs.replace(
         manifest,

@@ -114,6 +114,9 @@ class PlainSlice:
             out: Tensor = self._module(x)
         return out
 
+    def lower(self, dtype: torch.dtype) -> None:
+        self._module.to(dtype)
+
     def to_host(self) -> None:
         self._module.to("cpu")
 

@@ -145,6 +145,7 @@ class ResNetSlice:
         self.device = device
         self._network = network
         self._at = device
+        self._dtype = torch.float32
         self._variants: dict[float, dict[str, Tensor]] = {}
         with torch.no_grad():
             self._own = {name: _deployed(w, device) for name, w in network.own_weights(segment, width).items()}
@@ -173,7 +174,7 @@ class ResNetSlice:
         if previous_width not in self._variants:
             with torch.no_grad():
                 weights = self._network.variant_weights(self.segment, previous_width, self.width)
-                self._variants[previous_width] = {n: _deployed(w, self._at) for n, w in weights.items()}
+                self._variants[previous_width] = {n: _deployed(w, self._at, self._dtype) for n, w in weights.items()}
         return sum(w.nbytes for w in self._variants[previous_width].values())
 
     def run(self, x: Tensor, previous_width: float | None) -> Tensor:
@@ -189,6 +190,11 @@ class ResNetSlice:
             if x.device == HOST and not torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
                 return _run_as_one(self._network.arch, self.segment, weights, x)
             return run_segment(self._network.arch, self.segment, weights, x)
+
+    def lower(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._own = {name: w.to(dtype) for name, w in self._own.items()}
+        self._variants = {p: {n: w.to(dtype) for n, w in v.items()} for p, v in self._variants.items()}
 
     def to_host(self) -> None:
         self._move(HOST)
@@ -230,8 +236,8 @@ def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
     return x
 
 
-# One trace per segment of an architecture, for all slices of the process.
-_traces: dict[tuple[Architecture, int], Callable[..., Tensor]] = {}
+# One trace per segment of an architecture and type, for all slices of the process.
+_traces: dict[tuple[Architecture, int, torch.dtype], Callable[..., Tensor]] = {}
 
 
 def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -241,7 +247,7 @@ def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
     every width and batch size.
     """
     names = sorted(weights)
-    run = _traces.get((arch, segment))
+    run = _traces.get((arch, segment, x.dtype))
     if run is None:
 
         def steps(x: Tensor, *values: Tensor) -> Tensor:
@@ -252,10 +258,10 @@ def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
             warnings.simplefilter("ignore", DeprecationWarning)
             example = (x, *[weights[name] for name in names])
             run = torch.jit.trace(steps, example, check_trace=False)  # type: ignore[no-untyped-call]
-        _traces[arch, segment] = run
+        _traces[arch, segment, x.dtype] = run
     return run(x, *[weights[name] for name in names])
 
 
-def _deployed(weight: Tensor, device: torch.device) -> Tensor:
+def _deployed(weight: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A copy of its own, dense, with the strides it had: other strides may choose another kernel."""
-    return weight.to(device, copy=True)
+    return weight.to(device, dtype, copy=True)

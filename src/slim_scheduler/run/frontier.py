@@ -6,7 +6,6 @@ them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -193,10 +192,10 @@ def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
 
 def distances(config: Config, summaries: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Distance]:
     """Every router's distance, by the means of its runs. Raises InputError without profiles or accuracy table."""
-    from slim_scheduler.setup.accuracy_files import read_accuracy
+    from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 
     shape = load_shape(config)
-    accuracy = read_accuracy(Path(config.model.path))
+    accuracy = read_accuracy(accuracy_path(config))
     asked = program(config, shape, load_profiles(config, shape), accuracy)
     keys = ("throughput_items_s", "accuracy", "energy_per_item_j")
     return {

@@ -17,7 +17,7 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ItemId, WidthTuple
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record
 from slim_scheduler.record.summary import summarize
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import Interruption, deferred, sigterm_as_ctrl_c
 from slim_scheduler.setup.machines import in_items_per_second, load_shape
@@ -107,7 +107,7 @@ def live_run(config: Config, router: str, seed: int, out: Path, progress: Progre
 
 def accuracy_table(config: Config) -> AccuracyTable | None:
     """The model's table of right and wrong test items, None where nobody measured one. Raises DataError."""
-    path = Path(config.model.path) / TABLE_FILES["test"]
+    path = accuracy_path(config)
     return read_accuracy(path) if path.exists() else None
 
 

@@ -26,8 +26,8 @@ LABEL_BYTES = 64  # of `value:index:` and what encloses it, at most; a label's c
 
 class Answer(msgspec.Struct, frozen=True):
     """What the engine gave for a call: logits `(items, classes)` float32, each item's end, where its energy was read,
-    which constraint was given up because the client preferred an answer, the way of each item, if asked for, and how
-    sure each answer is, in [0, 1], where that was calibrated."""
+    which constraint was given up because the client preferred an answer, the way of each item, if asked for, how sure
+    each answer is, in [0, 1], where that was calibrated, and what its devices computed in."""
 
     logits: np.ndarray[Any, Any]
     items: tuple[ItemOutcome, ...]
@@ -35,6 +35,7 @@ class Answer(msgspec.Struct, frozen=True):
     unmet: str = ""
     timeline: tuple[Visit, ...] = ()
     confidence: tuple[float, ...] = ()
+    precision: str = "fp32"
 
 
 def encode_answer(call: InferenceCall, answer: Answer, card: ModelCard) -> tuple[bytes, int | None]:
@@ -102,6 +103,7 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
         "queue_ms": round(max([item.queue_s for item in items]) * 1e3, 3),
         "compute_ms": round(max([item.compute_s for item in items]) * 1e3, 3),
         "energy_source": answer.energy_source if energy else "none",
+        "precision": answer.precision,
     }
     if energy:
         cost["energy_j"] = sum(energy)

@@ -8,7 +8,7 @@ what the folder holds and never become a path of their own.
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError
+from slim_scheduler.core.types import ItemOutcome
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
-from slim_scheduler.setup.accuracy_files import read_accuracy
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, ModelConfig
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.routers import parse_router
@@ -44,7 +45,7 @@ class Served:
         self.config = config
         self.engine = engine
         self.observer = observer
-        self.accuracy = _accuracy(Path(config.model.path))
+        self.accuracy = _accuracy(engine.config)
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
 
@@ -55,10 +56,15 @@ class Served:
             _add(total, engine.counts)
         return total
 
+    def precision(self, items: Sequence[ItemOutcome]) -> str:
+        """What the servers of these items compute in; several are joined with a plus."""
+        by_server = {server.name: server.precision for server in self.engine.config.servers}
+        return "+".join(sorted({by_server.get(name, "fp32") for item in items for name in item.servers}))
+
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""
         old, self.engine, self.config, self.card = self.engine, engine, config, card
-        self.accuracy = _accuracy(Path(config.model.path))
+        self.accuracy = _accuracy(engine.config)
         self.finishing.append(old)
         return old
 
@@ -218,10 +224,10 @@ class _About(msgspec.Struct):
     std: tuple[float, ...] = ()
 
 
-def _accuracy(folder: Path) -> AccuracyTable | None:
+def _accuracy(config: Config) -> AccuracyTable | None:
     """What the model's widths are expected to get right; None where nobody measured it."""
     try:
-        return read_accuracy(folder)
+        return read_accuracy(accuracy_path(config))
     except DataError:
         return None
 

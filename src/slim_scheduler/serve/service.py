@@ -132,7 +132,8 @@ class Service:
             self._account(served, result.items, confidence)
             assert result.logits is not None
             source = _energy_source(served, result.items)
-            return Answer(result.logits, result.items, source, unmet, result.timeline, confidence)
+            precision = served.precision(result.items)
+            return Answer(result.logits, result.items, source, unmet, result.timeline, confidence, precision)
         finally:
             now = time.monotonic()
             served.observer.finished(outcome, now - began, now)

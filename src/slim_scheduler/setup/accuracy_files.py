@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 from slim_scheduler.core.accuracy import AccuracyTable, tuple_name
 from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import DataError
+from slim_scheduler.setup.config import Config
 
 TABLE_FILES = {"test": "accuracy.parquet", "held-out": "accuracy_heldout.parquet"}
+PRECISIONS = ("fp32", "fp16", "bf16")  # from the most to the least significant digits
 FORMAT = 2  # 1 had right or wrong alone
 MOST_TABLE_BYTES = 64 << 20
 METADATA = b"slim_scheduler.accuracy"
@@ -32,6 +34,23 @@ class _Label(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     weights_sha256: str
     calibration: Calibration | None
+    precision: str = "fp32"
+
+
+def table_file(split: str, precision: str = "fp32") -> str:
+    """`accuracy.parquet`, `accuracy-bf16.parquet`."""
+    name = TABLE_FILES[split]
+    return name if precision == "fp32" else name.replace(".parquet", f"-{precision}.parquet")
+
+
+def accuracy_path(config: Config, split: str = "test") -> Path:
+    """The table of what a configuration's servers get right: in the least of their precisions, where it was measured,
+    else in fp32. It need not exist."""
+    folder = Path(config.model.path)
+    used = {server.precision for server in config.servers}
+    least = next((precision for precision in reversed(PRECISIONS) if precision in used), "fp32")
+    path = folder / table_file(split, least)
+    return path if path.is_file() else folder / TABLE_FILES[split]
 
 
 def read_accuracy(path: str | Path) -> AccuracyTable:
@@ -66,6 +85,7 @@ def read_accuracy(path: str | Path) -> AccuracyTable:
         weights_sha256=label.weights_sha256,
         margins={widths: np.abs(values) for widths, values in signed.items()},
         calibration=label.calibration,
+        precision=label.precision,
     )
 
 
@@ -77,6 +97,7 @@ def write_accuracy(table: AccuracyTable, path: str | Path) -> None:
         data=table.data,
         weights_sha256=table.weights_sha256,
         calibration=table.calibration,
+        precision=table.precision,
     )
     signed = {
         tuple_name(widths): np.copysign(table.margin(widths), np.where(table.correct(widths), 1.0, -1.0))

@@ -97,7 +97,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 1.0
     threads: Annotated[int, key("user", "CPU threads of a live server on a CPU", above=0)] = 1
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], key("user", "what a live device computes in; more than fp32 on engines alone")
+        Literal["fp32", "bf16", "fp16", "auto"],
+        key(
+            "user",
+            "what a live device computes in; `auto`: the fastest whose measured accuracy is fp32's to 0.2 points",
+        ),
     ] = "fp32"
     resources: Annotated[
         dict[str, float],

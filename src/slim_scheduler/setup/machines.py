@@ -23,7 +23,7 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup import routers
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, ServerConfig
 from slim_scheduler.setup.profiles import profile_name, read_profile
 from slim_scheduler.setup.routers import RouterInputs, parse_router
@@ -134,7 +134,7 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
         shape=shape,
         facts=None if profiles is None else router_facts(config, shape, profiles),
         groups=config.router.groups,
-        accuracy=partial(_prior, folder),
+        accuracy=partial(_prior, config),
         measured=any((folder / file).is_file() for file in TABLE_FILES.values()),
         reward=config.reward,
         deadline=(config.workload.deadline_ms or config.workload.slo_ms) / 1e3,
@@ -144,10 +144,10 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
     )
 
 
-def _prior(folder: Path) -> AccuracyTable:
+def _prior(config: Config) -> AccuracyTable:
     """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
-    tables = [folder / TABLE_FILES[split] for split in ("held-out", "test")]
-    return read_accuracy(next((path for path in tables if path.is_file()), folder))
+    tables = [accuracy_path(config, split) for split in ("held-out", "test")]
+    return read_accuracy(next((path for path in tables if path.is_file()), Path(config.model.path)))
 
 
 def build_dispatcher(
@@ -209,7 +209,14 @@ def build_server(
 
 def served_shape(server: ServerConfig, shape: ModelShape) -> ModelShape:
     """The network's sizes as a server counts them."""
-    return compiled_shape(shape) if server.device.startswith(COMPILED) else shape
+    return device_shape(server.device, server.precision, shape)
+
+
+def device_shape(device: str, precision: str, shape: ModelShape) -> ModelShape:
+    """The network's sizes in a device's memory."""
+    if device.startswith(COMPILED):
+        return compiled_shape(shape)
+    return shape if precision == "fp32" else halved_shape(shape)
 
 
 def compiled_shape(shape: ModelShape) -> ModelShape:
@@ -219,6 +226,13 @@ def compiled_shape(shape: ModelShape) -> ModelShape:
         whole.append(tuple(COMPILED_COPIES * sum(size + row[w] for row in variants) for w, size in enumerate(own)))
     none = tuple(tuple((0,) * len(row) for row in variants) for variants in shape.variant_bytes)
     return msgspec.structs.replace(shape, weight_bytes=tuple(whole), variant_bytes=none)
+
+
+def halved_shape(shape: ModelShape) -> ModelShape:
+    """The network's sizes where torch holds its weights in 16 bits. Items and activations keep their 32."""
+    own = tuple(tuple(size // 2 for size in row) for row in shape.weight_bytes)
+    variants = tuple(tuple(tuple(size // 2 for size in row) for row in rows) for rows in shape.variant_bytes)
+    return msgspec.structs.replace(shape, weight_bytes=own, variant_bytes=variants)
 
 
 def _dispatcher_is_near(config: Config) -> bool:

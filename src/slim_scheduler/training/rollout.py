@@ -7,7 +7,6 @@ that a run resumed there sees the same. What the decisions come to (returns, adv
 from collections.abc import Mapping
 from itertools import accumulate
 from math import log
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +26,7 @@ from slim_scheduler.core.router.learned.policy import Network, build_network, so
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_router
 from slim_scheduler.training.episode import Charges, Credit, Episode
@@ -98,7 +97,7 @@ class Actor:
         self._training = config.training
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
-        self._accuracy = read_accuracy(Path(config.model.path) / TABLE_FILES["held-out"])
+        self._accuracy = read_accuracy(accuracy_path(config, "held-out"))
         self._plans = PlansOf(self._accuracy, config.training.plan_rho)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)

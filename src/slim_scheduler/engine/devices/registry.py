@@ -6,7 +6,9 @@ from slim_scheduler.core.types import Bytes
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.devices.cpu import CpuDevice
 from slim_scheduler.engine.devices.graphs import Engine, GraphDevice
+from slim_scheduler.model.precision import in_precision
 from slim_scheduler.model.protocol import SlimmableModel
+from slim_scheduler.setup.machines import device_shape
 
 
 def open_device(
@@ -23,8 +25,7 @@ def open_device(
     kind, _, place = device.partition(":")
     if kind in ("onnxruntime", "openvino"):
         return GraphDevice(_engine(kind, place, threads, precision, memory_limit), model, shape, memory_limit)
-    if precision != "fp32":
-        raise ConfigError(f"device {device} runs fp32, not {precision}; openvino:CPU may run bf16")
+    model, shape = in_precision(model, precision), device_shape(device, precision, shape)
     if device == "cpu":
         return CpuDevice(model, shape, threads, memory_limit)
     if device == "cuda" or device.startswith("cuda:"):
