@@ -56,7 +56,7 @@ def frontier(
     shape = load_shape(settings)
     accuracy = read_accuracy(accuracy_path(settings, table))
     profiles = load_profiles(settings, shape)
-    other = Path(settings.model.path) / TABLE_FILES["held-out"]
+    other = accuracy_path(settings, "held-out")
     planned_on = read_accuracy(other) if table == "test" and other.is_file() else None
     points = points_of(
         settings, shape, profiles, accuracy, load or (), rho=rho, levels=accuracies, planned_on=planned_on
