@@ -38,6 +38,35 @@ def add(app: typer.Typer) -> None:
             "slim import --out models/lite --data val/ --labels imagenet.txt --mean 0.5 --std 0.5 a.onnx b.onnx",
         ),
     )(import_files)
+    app.command(
+        "export",
+        epilog=examples(
+            "slim export models/cifar100 --widths 0.5 --out half.onnx",
+            "slim export models/cifar100 --widths 0.25/0.5/0.75/1 --format pt2 --out mixed.pt2",
+            "slim export models/resnets --widths 2 --out second.onnx     # a family's rank",
+        ),
+    )(export_model)
+
+
+def export_model(
+    model: Annotated[Path, typer.Argument(help="A model folder.")],
+    widths: Annotated[str, typer.Option("--widths", "-w", help="One for all segments, or one each: 0.25/0.5/0.75/1.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The new file.")],
+    form: Annotated[str, typer.Option("--format", help="onnx or pt2 (torch.export).")] = "onnx",
+) -> None:
+    """One network of a model as a file that others run, from image to logits, for any batch size."""
+    from slim_scheduler.core.errors import ConfigError, InputError
+
+    try:
+        chosen = tuple(float(width) for width in widths.replace("/", ",").split(","))
+    except ValueError:
+        raise InputError(f"widths {widths} are no numbers; such as --widths 0.5 or --widths 0.25/0.5/0.75/1") from None
+    try:
+        from slim_scheduler.model.export import export_model as export
+
+        print(export(model, chosen, form, out))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'{error.name} is not installed; pip install "slim-scheduler[onnx]"') from None
 
 
 def import_files(
