@@ -210,9 +210,10 @@ def trapped(tmp_path: Path) -> Path:
 
 
 def exported(seed: int = 0) -> io.BytesIO:
+    """With an operator that works in place, as torchvision's networks have them."""
     torch.manual_seed(seed)
     network = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+        torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(inplace=True), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
         torch.nn.Linear(4, 10),
     ).eval()  # fmt: skip
     shapes = ({0: torch.export.Dim("n", min=1, max=256)},)
@@ -261,6 +262,14 @@ def test_torch_export_files_are_taken(slim: Slim, tmp_path: Path, good: Path) ->
     assert {variant["source"] for variant in manifest["variants"]} == {"onnx", "torch.export"}
 
 
+def test_another_dialect(slim: Slim, tmp_path: Path, good: Path) -> None:
+    def change(name: str, old: bytes) -> bytes:
+        return old.replace(b'"TRAINING"', b'"EDGE"') if name.endswith("model.json") else old
+
+    path = rewritten(exported(), tmp_path / "p.pt2", change)
+    assert "is in the dialect ['EDGE']" in refused(slim, tmp_path, good, path)
+
+
 def test_sample_inputs_are_not_even_looked_at(slim: Slim, tmp_path: Path, good: Path, trapped: Path) -> None:
     trap = as_torch_save(_trap(trapped))
     path = rewritten(exported(), tmp_path / "p.pt2", lambda name, old: trap if "sample_inputs" in name else old)
@@ -297,7 +306,7 @@ def test_custom_objects(slim: Slim, tmp_path: Path, good: Path, trapped: Path) -
 @pytest.mark.parametrize("target", ["torch.hub.load", "torch.ops.aten.from_file.default", "torch.save", "os.system"])
 def test_operators_that_are_not_atens(slim: Slim, tmp_path: Path, good: Path, target: str) -> None:
     def change(name: str, old: bytes) -> bytes:
-        return old.replace(b"torch.ops.aten.relu.default", target.encode()) if name.endswith("model.json") else old
+        return old.replace(b"torch.ops.aten.relu_.default", target.encode()) if name.endswith("model.json") else old
 
     path = rewritten(exported(), tmp_path / "p.pt2", change)
     assert f"needs the operator '{target}'" in refused(slim, tmp_path, good, path)

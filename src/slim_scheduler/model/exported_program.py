@@ -41,7 +41,8 @@ EXPRESSION = re.compile(
 )
 WEIGHT = re.compile(r"weight_\d+")
 CONSTANT = re.compile(r"tensor_\d+")
-TEXTS_TO_DROP = ("metadata", "guards_code", "verifiers")
+TEXTS_TO_DROP = ("metadata", "guards_code")
+DIALECTS = ("ATEN", "TRAINING")  # of torch.export; in the second, operators may work in place
 
 
 def is_zip(head: bytes) -> bool:
@@ -194,6 +195,8 @@ def _check_program(path: Path, program: Any) -> None:
                 path,
                 f"needs the operator {node['target'][:80]!r}; export it so that it has standard ATen operators alone",
             )
+    if not set(program.get("verifiers", ())) <= set(DIALECTS):
+        raise _refuse(path, f"is in the dialect {str(program['verifiers'])[:80]}; export it with torch.export.export")
     for name in program["range_constraints"]:
         if not EXPRESSION.fullmatch(name):
             raise _refuse(path, f"bounds the size {name[:80]!r}, which is no size; export it again")
