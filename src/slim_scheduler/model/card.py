@@ -1,10 +1,12 @@
 """The model card: recipe, curve, costs and accuracy of checkpoints as Markdown, every number read from a manifest.
 
-`write_card` makes docs/model-card.md; typed by hand are only the paper's tables, the notes on what was tried, and
-the licences.
+`write_card` makes docs/model-card.md; typed by hand are only the paper's tables and the
+licences.
 """
 
+import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,8 +26,9 @@ TABLE_II = {
     (0.5, 0.25, 1.0, 0.75): 74.53,
     (0.25, 0.5, 0.75, 1.0): 75.33,
 }
+LINE = 120
 LAST_EPOCHS = 5
-CURVE_POINTS = 16  # rows of a training curve: enough to see its slope
+CURVE_POINTS = 8  # rows of a training curve: enough to see its slope
 
 
 def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
@@ -33,9 +36,21 @@ def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
     sections = ["# Model card", INTRODUCTION]
     for folder in folders:
         sections += model_section(Path(folder).resolve().name, load_manifest(folder))
-    text = "\n\n".join((*sections, DESIGNS, design_table(PRESETS.values()), TRIED, LICENCES)) + "\n"
+    text = "\n\n".join(wrapped(part) for part in (*sections, DESIGNS, design_table(PRESETS.values()), LICENCES)) + "\n"
     Path(path).write_text(text)
     return text
+
+
+def wrapped(part: str) -> str:
+    """A part with its paragraphs, list entries and recipe in lines of at most 120 characters; tables stay."""
+    lines = []
+    for line in part.split("\n"):
+        if len(line) <= LINE or line.startswith("|"):
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(line, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def model_section(name: str, manifest: Manifest) -> list[str]:
@@ -165,7 +180,7 @@ def recipe_text(manifest: Manifest) -> str:
     assert training is not None
     fields = msgspec.to_builtins(training.recipe).items()
     used = {name: value for name, value in fields if training.teacher or not name.startswith("teacher_")}
-    recipe = msgspec.json.encode(used).decode()
+    recipe = json.dumps(used)
     epochs = training.history[-1].epoch if training.history else 0.0
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
@@ -231,19 +246,6 @@ DESIGNS = (
     "github.com/chenyaofo/pytorch-cifar-models). "
     "Drawn by `python -m slim_scheduler.report.designs`. Multiply-adds and parameters of the networks that `slim fit` "
     "knows:"
-)
-TRIED = (
-    "## What was tried\n\n"
-    "Short runs on two shared CPU cores (300 s of CPU time each, whole cosine, one seed, top-1 on 2,500 held-out "
-    "training images at width 1; they rank, no more):\n\n"
-    "- strides 1-2-2-2, channels 64-128-256-512, 24 pixels, Muon 0.06: 19.2 % after 91 steps of 256 images;\n"
-    "- strides 2-2-2-1, channels 96-192-384-512, 32 pixels, Muon 0.06: 17.7 % after 73 steps (its larger matrices make "
-    "Muon three times as dear).\n\n"
-    "Not measured: SGD against Muon, and other learning rates (those runs were stopped or starved of CPU).\n\n"
-    "One training step at 24 pixels, batch 256, beside another busy process: 2.1 s of CPU time with one compute "
-    "thread, 4.2 s with two (they spin at the convolution library's barriers), 2.4 s with two workers that meet once "
-    "per step. Hence `workers`. glibc gives the large tensors of every step back to the kernel: with "
-    "`MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` at 4 GiB a CPU run loses no time to page faults."
 )
 LICENCES = (
     "## Data and licence\n\n"

@@ -1,8 +1,8 @@
 """A few threads that each compute alone, instead of one computation spread over threads.
 
 The convolution library's threads spin where they wait for each other: on a CPU that is shared with anything else, a
-training step took up to three times as long with them (docs/model-card.md). Threads that only meet once per step
-lose nothing.
+training step took up to three times as long with them (docs/lab/2026-11-network-design.md). Threads that only meet
+once per step lose nothing.
 """
 
 from collections.abc import Callable, Iterable
