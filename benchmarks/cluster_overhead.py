@@ -25,8 +25,8 @@ from ray.cluster_utils import Cluster
 from slim_scheduler.core.messages import BatchReported, BlockArrived, Message, SendBlock, StartBatch
 from slim_scheduler.core.profile import Curve, Latency, Profile
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.engine.cluster.engine import ClusterEngine
-from slim_scheduler.engine.cluster.ray_session import NICENESS
+from slim_scheduler.engine.cluster.fleet import ClusterFleet
+from slim_scheduler.engine.cluster.ray_connection import NICENESS
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.hardware import device_name
 from slim_scheduler.model.presets import preset_named
@@ -121,7 +121,7 @@ async def _throughput(address: str, width: float) -> dict[str, dict[str, Any]]:
     shape, hops = shape_of(model), HopTimes()
     profiles = dict.fromkeys(SERVERS, _derived_profile(shape, _macs_per_s(model, shape, width)))
     here = SlimEngine(_config("", width), model, shape, profiles=profiles, recorder=HopTimes())
-    there = ClusterEngine(_config(address, width), model, shape, profiles=profiles, recorder=hops)
+    there = SlimEngine(_config(address, width), model, shape, profiles=profiles, recorder=hops, fleet=ClusterFleet)
     items = np.random.default_rng(0).standard_normal((64, *shape.item_shape), dtype=np.float32)
     rates: dict[SlimEngine, list[float]] = {here: [], there: []}
     async with here, there:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from slim_scheduler.core.messages import Message, Reply, ServerChanged
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.cluster.engine import ClusterEngine
+from slim_scheduler.engine.cluster.fleet import ClusterFleet
+from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.setup.config import Config, FaultConfig, config_from
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.workload import Arrivals
@@ -88,14 +89,14 @@ def _steady() -> Arrivals:
 
 async def _live(config: Config, arrivals: Arrivals) -> tuple[Answers, float]:
     answers = Answers()
-    engine = ClusterEngine.from_config(config, seed=SEED, recorder=answers)
-    assert isinstance(engine, ClusterEngine)
+    engine = SlimEngine.from_config(config, seed=SEED, recorder=answers)
+    assert isinstance(engine.fleet, ClusterFleet)
     item = np.zeros((1, *load_shape(config).item_shape), np.float32)
     await engine.start()
     for _ in range(5):  # every server has its instances before the run begins, as the simulated ones soon do
         await asyncio.gather(*[engine.infer(item) for _ in range(64)])
     answers.times.clear()
-    victim = engine.processes["b"]
+    victim = engine.fleet.servers["b"].place.process
     start, killed = engine.now(), False
     waiting = []
     for time in arrivals.times.tolist():

@@ -187,7 +187,7 @@ def _timed(engine: SlimEngine) -> list[Stopwatch]:
     host = engine._host
     host.dispatcher = Stopwatch(host.dispatcher)
     watches = [host.dispatcher]
-    for server in host.servers.values():
+    for server in engine.fleet.servers.values():
         server.scheduler = Stopwatch(server.scheduler)
         watches.append(server.scheduler)
     return watches

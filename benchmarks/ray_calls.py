@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from slim_scheduler.engine.cluster.ray_session import NICENESS
+from slim_scheduler.engine.cluster.ray_connection import NICENESS
 from slim_scheduler.engine.cluster.wire import PIECE, cut, join, pieces_of
 from slim_scheduler.engine.hardware import device_name
 

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ import ray
 
 from slim_scheduler.core.messages import Message, Reply, ServerChanged, StartBatch
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.cluster.engine import ClusterEngine
+from slim_scheduler.engine.cluster.fleet import ClusterFleet
 from slim_scheduler.engine.cluster.remote_server import RemoteServer
-from slim_scheduler.engine.engine import InferenceResult
-from tests.cluster.lossy import LossySeam
+from slim_scheduler.engine.engine import InferenceResult, SlimEngine
+from tests.cluster.lossy_transport import LossyTransport
 from tests.engine.live import NETWORK, SHAPE, TOLERANCE, Watch, config_of, expected, images
 from tests.stalls import Stalls
 
@@ -43,7 +44,7 @@ SLOW = {"slowdown": 12.0, "max_batch": 16, "resources": {"slot": 1}}  # they wai
 class Load:
     """Open-loop requests of one item each, and the answer to each, after a closed loop that finds the rate."""
 
-    def __init__(self, engine: ClusterEngine) -> None:
+    def __init__(self, engine: SlimEngine) -> None:
         self.images = images(256, seed=5)
         self.results: list[tuple[int, InferenceResult]] = []
         self.ended: list[float] = []
@@ -131,22 +132,22 @@ class Load:
 class Story:
     """Faults one after the other under load, and what the router noticed of each."""
 
-    def __init__(self, engine: ClusterEngine, watch: Watch, load: Load, seam: LossySeam, stalls: Stalls) -> None:
+    def __init__(self, engine: SlimEngine, watch: Watch, load: Load, transport: LossyTransport, stalls: Stalls) -> None:
         self.faults: list[dict[str, Any]] = []
         self._engine = engine
         self._stalls = stalls
         self._watch = watch
         self._load = load
-        self._seam = seam
+        self._transport = transport
 
-    async def tell(self, fault: str) -> None:
+    async def poll(self, fault: str) -> None:
         kind, _, seconds = fault.partition(":")
         if kind == "wait":
             await asyncio.Event().wait()
         elif kind in ("lossy", "healthy"):
-            self._seam.share = 0.01 if kind == "lossy" else 0.0
+            self._transport.share = 0.01 if kind == "lossy" else 0.0
             await asyncio.sleep(float(seconds))
-            self._seam.share = 0.0
+            self._transport.share = 0.0
         else:
             await self._strike(kind)
             await asyncio.sleep(SETTLED)
@@ -175,7 +176,7 @@ class Story:
     def _victim(self) -> RemoteServer:
         """A server that is not on the router's own machine, or any where all are."""
         here = ray.get_runtime_context().get_node_id()
-        servers = [s for s in self._engine._host.remotes.values() if self._engine.servers[s.name].up]
+        servers = [s for s in self._engine.fleet.servers.values() if self._engine.servers[s.name].up]
         return next((s for s in servers if s.place.node != here), servers[-1])
 
 
@@ -199,20 +200,20 @@ FAULTS: dict[str, Callable[[RemoteServer], None]] = {
 
 
 async def run(address: str, faults: list[str]) -> dict[str, Any]:
-    watch, seam = Watch(), LossySeam(np.random.default_rng(11))
+    watch, transport = Watch(), LossyTransport(np.random.default_rng(11))
     config = config_of(
         (SLOW, SLOW, SLOW),
         cluster={"address": address},
         dispatch={"no_server_timeout_s": 10.0},
         router={"name": "jsq:random+1@0.016", "fallback": "jsq:0.5"},  # about half of the items run again
     )
-    engine = ClusterEngine(config, NETWORK, SHAPE, recorder=watch, seam=seam)
+    engine = SlimEngine(config, NETWORK, SHAPE, recorder=watch, fleet=partial(ClusterFleet, transport=transport))
     await engine.start()
-    print(json.dumps({name: server.place.process for name, server in engine._host.remotes.items()}), flush=True)
+    print(json.dumps({name: server.place.process for name, server in engine.fleet.servers.items()}), flush=True)
     load = Load(engine)
     await load.start()
     stalls = Stalls()
-    story = Story(engine, watch, load, seam, stalls)
+    story = Story(engine, watch, load, transport, stalls)
     await asyncio.sleep(SETTLED)
     for fault in faults:
         await story.tell(fault)
@@ -220,7 +221,7 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
     await stalls.settled()
     clock = asyncio.get_running_loop().time() - engine.now()
     lateness = load.latest(stalls, clock)
-    counts, ledger = engine.counts["items"], engine._host.ledger
+    counts, ledger = engine.counts["items"], engine.fleet.items
     await engine.stop(grace_s=0)
     return {
         "submitted": load.submitted,
@@ -235,8 +236,8 @@ async def run(address: str, faults: list[str]) -> dict[str, Any]:
         "faults": [fault | {"back": load.back_after(fault["at"])} for fault in story.faults],
         "changes": [(m.server, m.up, m.reason) for m in watch.seen(ServerChanged)],
         "counts": counts,
-        "held": len(ledger) + len(ledger._trails) + len(ledger._attempts),
-        "seam": dict(seam.done),
+        "held": len(ledger) + len(ledger._locations) + len(ledger._attempts),
+        "transport": dict(transport.done),
     }
 
 

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
-from slim_scheduler.engine.cluster.ray_session import NICENESS
+from slim_scheduler.engine.cluster.ray_connection import NICENESS
 
 # The router's machine has room for all servers, the others for two: whichever is removed, its servers find a place.
 SLOTS, FIRST_SLOTS = 2, 3

@@ -22,7 +22,8 @@ pytest.importorskip("ray")
 from pathlib import Path
 
 from slim_scheduler.engine.bench import bench
-from slim_scheduler.engine.cluster.engine import ClusterEngine
+from slim_scheduler.engine.cluster.fleet import ClusterFleet
+from slim_scheduler.engine.engine import SlimEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -33,7 +34,7 @@ async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path, ro
     servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8})
     config = config_of(servers, cluster={"address": "local"}, router={"name": router, "fallback": "jsq:0.5"})
     recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
-    engine = ClusterEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder)
+    engine = SlimEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder, fleet=ClusterFleet)
     await engine.start()
     items = images(200)
     results = []

@@ -42,12 +42,12 @@ def either_kind(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def told(machines: Nodes) -> dict[str, Any]:
+def reply(machines: Nodes) -> dict[str, Any]:
     return run(machines, *IN_CI)
 
 
 @pytest.fixture(scope="module")
-def removed(machines: Nodes, told: dict[str, Any]) -> dict[str, Any]:
+def removed(machines: Nodes, reply: dict[str, Any]) -> dict[str, Any]:
     """A run of its own: killed servers may all have come back on the router's machine, which cannot be removed."""
     return run(machines, "remove-node", "remove-node")
 
@@ -57,66 +57,66 @@ def run(machines: Nodes, *faults: str, limit: float = 300.0) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     said = [line for line in done.stderr.splitlines() if "raylet" not in line and "state-dump" not in line]
     assert done.returncode == 0, "\n".join(said[-40:])
-    told = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # Ray prints there too
-    print({key: value for key, value in told.items() if key != "changes"})  # pytest -rP shows what was measured
-    return told
+    reply = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])  # Ray prints there too
+    print({key: value for key, value in reply.items() if key != "changes"})  # pytest -rP shows what was measured
+    return reply
 
 
-def check_ledger(told: dict[str, Any]) -> None:
-    assert told["submitted"] > 500
-    assert told["answers"] == told["replies"] == told["submitted"], "one answer each, none twice"
-    counts = told["counts"]
-    assert counts["received"] == told["submitted"] == sum(counts[k] for k in counts if k != "received")
+def check_ledger(reply: dict[str, Any]) -> None:
+    assert reply["submitted"] > 500
+    assert reply["answers"] == reply["replies"] == reply["submitted"], "one answer each, none twice"
+    counts = reply["counts"]
+    assert counts["received"] == reply["submitted"] == sum(counts[k] for k in counts if k != "received")
     assert counts["in_flight"] == 0
-    assert told["wrong"] == 0
-    assert not told["unexplained"], "an error says why"
-    assert told["held"] == 0, "nothing of an ended item is kept"
-    assert told["outcomes"].get("answered", 0) >= 0.9 * told["submitted"]
+    assert reply["wrong"] == 0
+    assert not reply["unexplained"], "an error says why"
+    assert reply["held"] == 0, "nothing of an ended item is kept"
+    assert reply["outcomes"].get("answered", 0) >= 0.9 * reply["submitted"]
 
 
-def check_faults(told: dict[str, Any], kind: str) -> None:
-    faults = [fault for fault in told["faults"] if fault["kind"] == kind]
+def check_faults(reply: dict[str, Any], kind: str) -> None:
+    faults = [fault for fault in reply["faults"] if fault["kind"] == kind]
     assert faults
     for fault in faults:
         assert fault["detected"] < 1.0 + 2 * fault["stalled"], "a router that slept itself forgives that much silence"
         assert fault["back"] is not None, "throughput came back while the run lasted"
 
 
-def check_recovery(told: dict[str, Any], kind: str) -> None:
+def check_recovery(reply: dict[str, Any], kind: str) -> None:
     """Throughput within 3 s, which needs cores that nothing else uses: make accept."""
-    assert all(fault["back"] < 3.0 for fault in told["faults"] if fault["kind"] == kind)
+    assert all(fault["back"] < 3.0 for fault in reply["faults"] if fault["kind"] == kind)
 
 
-def test_every_item_of_both_runs_has_exactly_one_outcome(told, removed):
-    check_ledger(told)
+def test_every_item_of_both_runs_has_exactly_one_outcome(reply, removed):
+    check_ledger(reply)
     check_ledger(removed)
 
 
-def test_lost_doubled_and_late_messages_lose_and_double_nothing(told):
-    assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 10
+def test_lost_doubled_and_late_messages_lose_and_double_nothing(reply):
+    assert min(reply["transport"][fault] for fault in ("dropped", "doubled", "delayed")) > 10
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_lost_server_is_noticed_within_a_second_and_throughput_comes_back(told, kind):
-    check_faults(told, kind)
+def test_lost_server_is_noticed_within_a_second_and_throughput_comes_back(reply, kind):
+    check_faults(reply, kind)
 
 
 def test_removed_machine_is_noticed_within_a_second_and_throughput_comes_back(removed):
     check_faults(removed, "remove-node")
 
 
-def test_servers_come_back_after_each_fault(told, removed):
-    for seen in (told, removed):
+def test_servers_come_back_after_each_fault(reply, removed):
+    for seen in (reply, removed):
         last = {server: up for server, up, _ in seen["changes"]}
         assert all(last.values())
 
 
-def check_lateness(told: dict[str, Any]) -> None:
-    assert told["beyond_stalls"] <= 0.05, "guarantee 8: 50 ms, and what the process itself stood still"
+def check_lateness(reply: dict[str, Any]) -> None:
+    assert reply["beyond_stalls"] <= 0.05, "guarantee 8: 50 ms, and what the process itself stood still"
 
 
-def test_no_answer_comes_later_than_the_deadline_allows(told, removed):
-    check_lateness(told)
+def test_no_answer_comes_later_than_the_deadline_allows(reply, removed):
+    check_lateness(reply)
     check_lateness(removed)
 
 
@@ -141,32 +141,32 @@ def test_killed_router_takes_the_cluster_it_started_along():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_server_killed_or_stopped_again_and_again(either_kind, fault):
-    told = run(either_kind, *(fault,) * TIMES, limit=1500.0)
-    check_ledger(told)
-    check_faults(told, fault)
-    check_recovery(told, fault)
-    check_lateness(told)
+    reply = run(either_kind, *(fault,) * TIMES, limit=1500.0)
+    check_ledger(reply)
+    check_faults(reply, fault)
+    check_recovery(reply, fault)
+    check_lateness(reply)
 
 
 @pytest.mark.accept
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("attempt", range(TIMES // 2))
 def test_two_machines_removed_again_and_again(either_kind, attempt):
-    told = run(either_kind, "remove-node", "remove-node")
+    reply = run(either_kind, "remove-node", "remove-node")
     either_kind.add()
     either_kind.add()
-    check_ledger(told)
-    check_faults(told, "remove-node")
-    check_recovery(told, "remove-node")
+    check_ledger(reply)
+    check_faults(reply, "remove-node")
+    check_recovery(reply, "remove-node")
 
 
 @pytest.mark.accept
 @pytest.mark.timeout(900)
 def test_five_minutes_of_lost_doubled_and_late_messages(either_kind):
-    told = run(either_kind, "lossy:300", limit=600.0)
-    check_ledger(told)
-    check_lateness(told)
-    assert min(told["seam"][fault] for fault in ("dropped", "doubled", "delayed")) > 150
+    reply = run(either_kind, "lossy:300", limit=600.0)
+    check_ledger(reply)
+    check_lateness(reply)
+    assert min(reply["transport"][fault] for fault in ("dropped", "doubled", "delayed")) > 150
 
 
 @pytest.mark.accept
@@ -174,12 +174,12 @@ def test_five_minutes_of_lost_doubled_and_late_messages(either_kind):
 def test_ten_healthy_minutes_with_busy_cores_eject_no_server(machines):
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        told = run(machines, "healthy:600", limit=900.0)
+        reply = run(machines, "healthy:600", limit=900.0)
     finally:
         for process in spinning:
             process.kill()
-    check_ledger(told)
-    assert told["changes"] == []
+    check_ledger(reply)
+    assert reply["changes"] == []
 
 
 @pytest.mark.accept

@@ -12,7 +12,8 @@ from tests.engine.live import NETWORK, SHAPE, Watch, config_of, images
 
 ray = pytest.importorskip("ray")
 
-from slim_scheduler.engine.cluster.engine import ClusterEngine  # noqa: E402
+from slim_scheduler.engine.cluster.fleet import ClusterFleet  # noqa: E402
+from slim_scheduler.engine.engine import SlimEngine  # noqa: E402
 
 pytestmark = [pytest.mark.accept, pytest.mark.timeout(300)]
 
@@ -26,7 +27,9 @@ async def test_fourth_server_raises_throughput_by_its_share_and_leaves_without_a
     config = config_of((WAITING,) * 4, cluster={"address": "local"}, router=router)
     three, fourth = config.servers[:3], config.servers[3]
     watch = Watch()
-    engine = ClusterEngine(msgspec.structs.replace(config, servers=three), NETWORK, SHAPE, recorder=watch)
+    engine = SlimEngine(
+        msgspec.structs.replace(config, servers=three), NETWORK, SHAPE, recorder=watch, fleet=ClusterFleet
+    )
     await engine.start()
     crowd = Crowd(engine, clients=480)
     before = await crowd.throughput()
@@ -51,7 +54,7 @@ async def test_fourth_server_raises_throughput_by_its_share_and_leaves_without_a
 class Crowd:
     """Clients that each send the next item when the last is answered."""
 
-    def __init__(self, engine: ClusterEngine, clients: int) -> None:
+    def __init__(self, engine: SlimEngine, clients: int) -> None:
         self.outcomes: list[Outcome] = []
         self._engine = engine
         self._item = images(1)

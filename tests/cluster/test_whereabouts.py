@@ -3,8 +3,8 @@
 import torch
 
 from slim_scheduler.core.types import Block, Task
-from slim_scheduler.engine.cluster.activation_store import Shelf
-from slim_scheduler.engine.cluster.ledger import ClusterLedger
+from slim_scheduler.engine.cluster.activation_store import ServerActivations
+from slim_scheduler.engine.cluster.item_store import ClusterItemStore
 from slim_scheduler.engine.cluster.wire import Forget
 
 LAST = 1  # of two segments
@@ -18,13 +18,13 @@ def block(server: str, *tasks: Task) -> Block:
     return Block(tasks[0].task_id, server, tasks[0].segment, 0.5, tasks[0].previous_width, False, tasks, 0.0)
 
 
-def send(ledger: ClusterLedger, server: str, *tasks: Task):
+def send(ledger: ClusterItemStore, server: str, *tasks: Task):
     ledger.sent(tasks)
-    return ledger.leaves(block(server, *tasks))
+    return ledger.sources_of(block(server, *tasks))
 
 
-def two_items() -> ClusterLedger:
-    ledger = ClusterLedger()
+def two_items() -> ClusterItemStore:
+    ledger = ClusterItemStore()
     ledger.add([7, 8], torch.arange(4.0).reshape(2, 2))
     return ledger
 
@@ -49,7 +49,7 @@ def test_task_of_an_ended_item_travels_without_input():
     ledger = two_items()
     ledger.sent([task(1, 7), task(2, 8)])
     ledger.forget([7])
-    sources, rows = ledger.leaves(block("a", task(1, 7), task(2, 8)))
+    sources, rows = ledger.sources_of(block("a", task(1, 7), task(2, 8)))
     assert sources == (None, 0)
     assert len(rows) == 1
 
@@ -74,11 +74,11 @@ def test_servers_forget_outputs_that_are_passed_and_items_that_ended():
     ledger = two_items()
     send(ledger, "a", task(1, 7))
     ledger.done("a", [1])
-    assert ledger.lies_at("a")
+    assert ledger.is_needed_at("a")
     send(ledger, "b", task(2, 7, 1, "a"))
     ledger.done("b", [2])
     send(ledger, "b", task(3, 7, 2, "b"))
-    assert not ledger.lies_at("a")
+    assert not ledger.is_needed_at("a")
     assert ledger.take_forgotten("a") == Forget((1,), ())
     ledger.forget([7, 8])
     assert ledger.take_forgotten("a") == Forget((), (7,))
@@ -100,31 +100,31 @@ def test_answers_reach_their_items_and_late_ones_nobody():
 
 
 def test_output_stays_until_the_item_is_forgotten():
-    shelf, first = Shelf(LAST), task(1, 7)
-    shelf.put_input(first, (torch.ones(1, 2), 0))
-    wanted, rows = shelf.inputs([first])
+    activations, first = ServerActivations(LAST), task(1, 7)
+    activations.put_input(first, (torch.ones(1, 2), 0))
+    wanted, rows = activations.inputs([first])
     assert (wanted, len(rows)) == ([first], 1)
-    shelf.store([first], torch.full((1, 3), 5.0))
-    assert shelf.inputs([first]) == ([], [])
-    assert shelf.rows([1, 99])[0] == (1,)
-    assert shelf.rows([1])[1].tolist() == [[5.0, 5.0, 5.0]]
-    shelf.forget([], [7])
-    assert len(shelf) == 0
-    assert shelf.rows([1]) == ((), None)
+    activations.store([first], torch.full((1, 3), 5.0))
+    assert activations.inputs([first]) == ([], [])
+    assert activations.rows([1, 99])[0] == (1,)
+    assert activations.rows([1])[1].tolist() == [[5.0, 5.0, 5.0]]
+    activations.forget([], [7])
+    assert len(activations) == 0
+    assert activations.rows([1]) == ((), None)
 
 
 def test_last_segments_output_goes_to_the_router():
-    shelf, last = Shelf(LAST), task(3, 7, LAST, "a")
-    shelf.put_input(last, (torch.ones(1, 2), 0))
-    shelf.store([last], torch.zeros(1, 10))
-    assert [tasks for tasks, _ in shelf.answers] == [(3,)]
-    assert len(shelf) == 0
+    activations, last = ServerActivations(LAST), task(3, 7, LAST, "a")
+    activations.put_input(last, (torch.ones(1, 2), 0))
+    activations.store([last], torch.zeros(1, 10))
+    assert [tasks for tasks, _ in activations.answers] == [(3,)]
+    assert len(activations) == 0
 
 
 def test_block_that_comes_after_its_items_end_leaves_nothing():
-    shelf, late = Shelf(LAST), task(1, 7)
-    shelf.forget([], [7])
-    shelf.put_input(late, (torch.ones(1, 2), 0))
-    assert shelf.inputs([late]) == ([], [])
-    shelf.store([late], torch.ones(1, 3))
-    assert len(shelf) == 0
+    activations, late = ServerActivations(LAST), task(1, 7)
+    activations.forget([], [7])
+    activations.put_input(late, (torch.ones(1, 2), 0))
+    assert activations.inputs([late]) == ([], [])
+    activations.store([late], torch.ones(1, 3))
+    assert len(activations) == 0

@@ -8,16 +8,16 @@ from slim_scheduler.core.types import Block, Task
 from slim_scheduler.engine.cluster.clock import OffsetEstimate, SharedClock
 from slim_scheduler.engine.cluster.wire import (
     PIECE,
-    Ask,
+    BlockMessage,
     Forget,
-    Parcel,
-    Rows,
+    Outputs,
+    Poll,
+    PollReply,
     Step,
-    Told,
     cut,
-    decode_ask,
-    decode_parcel,
-    decode_told,
+    decode_block,
+    decode_poll,
+    decode_reply,
     encode,
     join,
     pieces_of,
@@ -28,16 +28,16 @@ BLOCK = Block(9, "b", 1, 0.75, 0.5, False, (TASK,), 2.0)
 
 
 def test_messages_arrive_as_they_left():
-    parcel = Parcel(BLOCK, (4,))
+    message = BlockMessage(BLOCK, (4,))
     steps = (
         Step(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
         Step(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
     )
-    told = Told(0, 1.0, 2.0, 100, steps, ())
-    ask = Ask(0.5, Forget((1,), (2,)), parcel)
-    assert decode_parcel(encode(parcel)) == parcel
-    assert decode_ask(encode(ask)) == ask
-    assert decode_told(encode(told)) == told
+    reply = PollReply(0, 1.0, 2.0, 100, steps, ())
+    poll = Poll(0.5, Forget((1,), (2,)), message)
+    assert decode_block(encode(message)) == message
+    assert decode_poll(encode(poll)) == poll
+    assert decode_reply(encode(reply)) == reply
 
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 500])
@@ -86,8 +86,8 @@ def test_an_array_that_is_larger_than_announced_is_not_cut():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_answers_arrive_as_they_were(dtype):
     output = np.arange(24, dtype=dtype).reshape(3, 8)[:, ::2]  # columns of a larger array do not lie together
-    told = Told(0, 1.0, 2.0, 100, (), (Rows.of((7, 8, 9), output),))
-    (answers,) = decode_told(encode(told)).answers
+    reply = PollReply(0, 1.0, 2.0, 100, (), (Outputs.of((7, 8, 9), output),))
+    (answers,) = decode_reply(encode(reply)).answers
     assert answers.tasks == (7, 8, 9)
     assert answers.array.dtype == output.dtype
     np.testing.assert_array_equal(answers.array, output)

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "slim_scheduler"
-HOSTS = ("sim/host.py", "sim/server.py", "engine/local/host.py", "engine/local/server.py", "engine/cluster/session.py")
+HOSTS = (
+    "sim/host.py",
+    "sim/server.py",
+    "engine/host.py",
+    "engine/local/fleet.py",
+    "engine/local/server.py",
+    "engine/cluster/fleet.py",
+    "engine/cluster/session.py",
+)
 # What only a machine decides about: the paper's knobs, the order of re-entry, windows, holds, segments left.
 DECISIONS = {
     "reentry",

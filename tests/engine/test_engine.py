@@ -130,7 +130,7 @@ async def test_full_queue_rejects_at_once_with_retry_after():
             assert result.retry_after > 0
         for _ in range(3):  # the loop goes round once more before it is decided about what came
             await asyncio.sleep(0)
-        held = len(engine._host.ledger)
+        held = len(engine.fleet.items)
         assert held == engine.counts["items"]["in_flight"] <= 10, "a refused item leaves nothing behind"
         await engine.stop(grace_s=0)
 

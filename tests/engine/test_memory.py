@@ -159,7 +159,7 @@ async def test_a_batch_that_fails_for_another_reason_is_tried_again_on_a_fresh_i
 async def test_answers_leave_no_activations_behind():
     watch = Watch()
     async with engine_of(config_of(({}, {})), recorder=watch) as engine:
-        ledger = engine._host.ledger
+        ledger = engine.fleet.items
         await asyncio.gather(*[engine.infer(images(2)) for _ in range(50)])
         assert len(ledger) == 0
         assert ledger.held_bytes == 0

@@ -1,11 +1,12 @@
 """Where each item's input and activations are, and how a batch's inputs are put together without waste.
 
 A batch's output stays one tensor; every item remembers its row in it. Rows that lie side by side are gathered as one
-view, so a batch that continues unbroken costs no copy. The event loop owns `Ledger`; `gather` runs on an execution
-thread.
+view, so a batch that continues unbroken costs no copy. The event loop owns `Activations`; `gather` runs on an
+execution thread.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,18 @@ class ItemState:
         return self.output if self.done == segment - 1 else None
 
 
-class Ledger:
-    """Rows of all items in flight. Only the newest attempt of an item may read or write."""
+class ActivationStore(Protocol):
+    """Keeps what the batches of a server read and write."""
+
+    def inputs(self, tasks: Iterable[Task]) -> tuple[list[Task], list[Row]]:
+        """The tasks whose answer somebody still waits for, with their input rows."""
+
+    def store(self, tasks: Sequence[Task], output: Tensor) -> None:
+        """Row i of `output` is the result of tasks[i]."""
+
+
+class Activations:
+    """Rows of all items in flight, in one process. Only the newest attempt of an item may read or write."""
 
     def __init__(self) -> None:
         self._items: dict[ItemId, ItemState] = {}
@@ -66,6 +77,11 @@ class Ledger:
                     if task.again and state.answer is None:
                         state.answer = state.output
                     state.output, state.done = None, -1
+
+    def is_newest(self, task: Task) -> bool:
+        """Whether an attempt is the newest of an item in flight."""
+        state = self._items.get(task.item)
+        return state is not None and state.task == task.task_id
 
     def inputs(self, tasks: Iterable[Task]) -> tuple[list[Task], list[Row]]:
         """The tasks whose answer somebody still waits for, with their input rows."""

@@ -12,7 +12,7 @@ from slim_scheduler.core.types import ServerName
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.devices.registry import open_device
 from slim_scheduler.engine.executor import Executor, Job
-from slim_scheduler.engine.local.host import DISPATCHER
+from slim_scheduler.engine.host import DISPATCHER
 from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.model.protocol import SlimmableModel
@@ -26,10 +26,13 @@ GIB = 2**30
 def live_config(config: Config) -> Config:
     """The configuration without what only a simulation has: links and faults.
 
-    In one process, moving an activation costs something only between devices that are not the same.
+    In one process, moving an activation costs something only between devices that are not the same. A cluster's links
+    are real; [network] is what its routers assume of them.
     """
     if any(server.name == DISPATCHER for server in config.servers):
         raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
+    if config.cluster.address:
+        return msgspec.structs.replace(config, faults=())
     moves = len({server.device for server in config.servers}) > 1
     return msgspec.structs.replace(config, network=NetworkConfig(activations=moves), faults=())
 

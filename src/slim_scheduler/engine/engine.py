@@ -1,4 +1,4 @@
-"""`SlimEngine`: the live system in one process, for Python programs, the front end and the live benchmark.
+"""`SlimEngine`: the live system, for Python programs, the front end and the live benchmark.
 
 It turns arrays into requests and replies into results, starts and drains the host, and bounds nothing itself: what is
 refused, and why, is the dispatcher's decision. One engine belongs to one event loop.
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import (
     FrontTurned,
@@ -41,22 +40,19 @@ from slim_scheduler.core.types import (
 from slim_scheduler.core.view import ServerView
 from slim_scheduler.engine.assembly import (
     accuracy_if_measured,
-    check_budgets,
     live_config,
-    live_server,
     profiles_if_all,
 )
 from slim_scheduler.engine.automatic import with_fastest_devices
-from slim_scheduler.engine.clock import MonotonicClock
 from slim_scheduler.engine.devices.base import Device
-from slim_scheduler.engine.executor import Job
+from slim_scheduler.engine.host import Fleet, FleetParts, Host, NoRecorder, StepRecorder
 from slim_scheduler.engine.inputs import Limits, Normalization, checked
-from slim_scheduler.engine.local.host import Host, NoRecorder, StepRecorder
+from slim_scheduler.engine.local.fleet import LocalFleet
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.engine.timeline import Timelines, Visit
 from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
-from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.config import Config, ServerConfig, load_config
 from slim_scheduler.setup.machines import build_dispatcher, load_shape, router_inputs
 from slim_scheduler.setup.routers import build_escalation, build_router
 
@@ -109,18 +105,20 @@ class SlimEngine:
         normalization: Normalization | None = None,
         recorder: StepRecorder | None = None,
         devices: dict[ServerName, Device] | None = None,
+        fleet: Callable[[FleetParts], Fleet] | None = None,
     ) -> None:
-        self.config = self._live_config(config)
+        """`fleet` makes the servers; by default they are in this process, on `devices` where these are given."""
+        config = live_config(config)
         self.shape = shape
         self.seed = seed
         self.profiles = profiles
         self.router_name = router or config.router.name
         self._normalization = normalization or Normalization.none(shape)
-        inputs = router_inputs(self.config, shape, profiles)
+        inputs = router_inputs(config, shape, profiles)
         chosen = build_router(self.router_name, inputs)
-        timed = TimedRouter(chosen, self.config.router.slow_ms / 1e3)
+        timed = TimedRouter(chosen, config.router.slow_ms / 1e3)
         dispatcher = build_dispatcher(
-            self.config,
+            config,
             shape,
             self.router_name,
             profiles,
@@ -130,7 +128,9 @@ class SlimEngine:
             escalation=build_escalation(chosen, inputs),
         )
         self._timelines = Timelines(recorder or NoRecorder())
-        self._host = self._build_host(model, dispatcher, timed, self._timelines, devices or {})
+        parts = FleetParts(config, model, shape, profiles, dispatcher.wants_margins, recorder is not None)
+        self.fleet = LocalFleet(parts, devices or {}) if fleet is None else fleet(parts)
+        self._host = Host(dispatcher, timed, self.fleet, self._timelines, self._answer)
         self._waiting: dict[RequestId, Waiting] = {}
         self._offered: Offer | None = None  # the one that is being asked about
         self._next_item: ItemId = 0
@@ -153,15 +153,6 @@ class SlimEngine:
         shape, model = load_shape(config), load_model(config.model.path)
         config = with_fastest_devices(config, model, shape)
         manifest = load_manifest(config.model.path)
-        if config.cluster.address and cls is SlimEngine:
-            try:
-                from slim_scheduler.engine.cluster.engine import ClusterEngine
-            except ModuleNotFoundError as error:
-                raise ConfigError(
-                    f"cluster.address is {config.cluster.address!r}, but Ray is not installed ({error}); "
-                    'pip install "slim-scheduler[ray]", or leave cluster.address empty'
-                ) from None
-            cls = ClusterEngine
         return cls(
             config,
             model,
@@ -172,6 +163,7 @@ class SlimEngine:
             accuracy=accuracy_if_measured(config),
             normalization=Normalization(manifest.mean, manifest.std),
             recorder=recorder,
+            fleet=_cluster_fleet(config.cluster.address) if config.cluster.address else None,
         )
 
     # ---- life
@@ -181,7 +173,7 @@ class SlimEngine:
         if self._loop is not None:
             raise SlimError("this engine was started before; make a new one with SlimEngine.from_config")
         self._loop = asyncio.get_running_loop()
-        self._host.start()
+        await self._host.start()
         self._sample_later(self._loop.time())
 
     async def stop(self, grace_s: Seconds = 10.0) -> None:
@@ -197,6 +189,14 @@ class SlimEngine:
         if self._sampler is not None:
             self._sampler.cancel()
         await self._host.stop()
+
+    async def add_server(self, server: ServerConfig) -> None:
+        """Takes one more server into service, while traffic runs. Raises ConfigError."""
+        await self.fleet.add(server)
+
+    async def remove_server(self, name: ServerName, grace_s: Seconds = 10.0) -> None:
+        """Drains a server, then takes it out. What it has not finished in `grace_s` is run elsewhere."""
+        await self.fleet.remove(name, grace_s)
 
     async def __aenter__(self) -> "SlimEngine":
         await self.start()
@@ -347,8 +347,8 @@ class SlimEngine:
         waiting = self._waiting.pop(reply.request_id)
         logits = None
         if reply.outcome is Outcome.ANSWERED:
-            logits = self._host.ledger.results(reply.items)
-        self._host.ledger.forget(waiting.items)
+            logits = self.fleet.items.results(reply.items)
+        self.fleet.items.forget(waiting.items)
         timeline = self._timelines.take(waiting.items) if waiting.followed else ()
         result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after, timeline)
         if not waiting.future.done():
@@ -360,13 +360,18 @@ class SlimEngine:
 
     # ---- what programs and pages may read
 
+    @property
+    def config(self) -> Config:
+        """The configuration, with the servers that there are now."""
+        return self.fleet.config
+
     def now(self) -> Seconds:
         """The engine's clock: seconds since `start`."""
         return self._host.clock.now()
 
     def logits(self, item: ItemId) -> npt.NDArray[np.float32] | None:
         """The answer of an item that is about to be replied to, (classes,); None before and after."""
-        output = self._host.ledger.result(item, self.shape.segments - 1)
+        output = self.fleet.items.result(item, self.shape.segments - 1)
         return None if output is None else output.numpy()
 
     @property
@@ -395,7 +400,7 @@ class SlimEngine:
     @property
     def memory_used(self) -> dict[ServerName, Bytes]:
         """Bytes that each server's instances and running batches really take."""
-        return {name: server.memory_used for name, server in self._host.servers.items()}
+        return dict(self.fleet.memory_used)
 
     @property
     def decision_us(self) -> dict[str, float] | None:
@@ -403,39 +408,6 @@ class SlimEngine:
         return self._host.router.decision_us()
 
     # ---- inside
-
-    @staticmethod
-    def _live_config(config: Config) -> Config:
-        return live_config(config)
-
-    def _build_host(
-        self,
-        model: SlimmableModel,
-        dispatcher: Dispatcher,
-        router: TimedRouter,
-        recorder: StepRecorder,
-        devices: dict[ServerName, Device],
-    ) -> Host:
-        """The servers in this process, around the dispatcher. A cluster's are elsewhere (`engine/cluster`)."""
-        check_budgets(self.config)
-        servers = {
-            server.name: live_server(
-                self.config,
-                server.name,
-                model,
-                self.shape,
-                self.profiles,
-                self._finished,
-                devices.get(server.name),
-                on_loop=True,
-                margins=dispatcher.wants_margins,
-            )
-            for server in self.config.servers
-        }
-        return Host(dispatcher, router, servers, recorder, MonotonicClock(), self._answer)
-
-    def _finished(self, name: ServerName, job: Job) -> None:
-        self._host.finished(name, job)
 
     def _sample_later(self, last: Seconds) -> None:
         assert self._loop is not None
@@ -445,7 +417,19 @@ class SlimEngine:
     def _sample(self, at: Seconds) -> None:
         if not self._stopping or self._waiting:
             self._sample_later(at)
-        self._host.sample()
+        self.fleet.sample()
+
+
+def _cluster_fleet(address: str) -> Callable[[FleetParts], Fleet]:
+    """What makes the servers of a Ray cluster. Raises ConfigError where Ray, an extra, is not installed."""
+    try:
+        from slim_scheduler.engine.cluster.fleet import ClusterFleet
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cluster.address is {address!r}, but Ray is not installed ({error}); "
+            'pip install "slim-scheduler[ray]", or leave cluster.address empty'
+        ) from None
+    return ClusterFleet
 
 
 __all__ = ["InferenceResult", "InputError", "SlimEngine"]

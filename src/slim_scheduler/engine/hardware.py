@@ -28,7 +28,7 @@ def cores() -> int:
 def versions(device: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
     if device.startswith("cuda"):
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     engine = device.partition(":")[0]
     if engine in ("onnxruntime", "openvino"):
         found[engine] = version(engine)

@@ -10,7 +10,7 @@ import msgspec
 
 from slim_scheduler.core.messages import BatchReported, Message, SendBlock
 from slim_scheduler.core.types import ItemId, Seconds, ServerName, Task, TaskId, Width
-from slim_scheduler.engine.local.host import StepRecorder
+from slim_scheduler.engine.host import StepRecorder
 
 
 class Visit(msgspec.Struct, frozen=True):

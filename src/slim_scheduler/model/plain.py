@@ -143,7 +143,7 @@ def _costs(parts: Iterable[nn.Module], item_shape: tuple[int, ...]) -> list[Segm
     return costs
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made inside had at one time; `meta` tensors count as what they stand for."""
 
     def __init__(self) -> None:

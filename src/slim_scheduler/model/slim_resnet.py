@@ -257,7 +257,7 @@ def _run_as_one(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
             # torch.compile, which it recommends instead, needs a C++ compiler where it runs.
             warnings.simplefilter("ignore", DeprecationWarning)
             example = (x, *[weights[name] for name in names])
-            run = torch.jit.trace(steps, example, check_trace=False)  # type: ignore[no-untyped-call]
+            run = torch.jit.trace(steps, example, check_trace=False)
         _traces[arch, segment, x.dtype] = run
     return run(x, *[weights[name] for name in names])
 

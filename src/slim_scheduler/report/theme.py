@@ -101,7 +101,7 @@ def inline_svg(figure: Figure, title: str, salt: str) -> str:
     """The figure as an SVG element for a page; `salt` keeps its ids apart from other figures'."""
     text = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})  # type: ignore[no-untyped-call]
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

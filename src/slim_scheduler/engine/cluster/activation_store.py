@@ -1,7 +1,7 @@
 """A server's tensors: the inputs of tasks it was sent, and its outputs until they are fetched or forgotten.
 
 Outputs stay where they were made, on the device; a server that continues an item fetches them from here, not from the
-router. Rows are kept per attempt (task), so a late attempt can never pass for a newer one.
+router. Outputs are kept per attempt (task), so a late attempt can never pass for a newer one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ REMEMBERED = 4096  # forgotten items: a block of theirs that comes late must lea
 Row = tuple[Tensor, int]
 
 
-class Shelf:
-    """Rows by task. `answers` collects the last segment's outputs until they are taken to the router."""
+class ServerActivations:
+    """Outputs by task. `answers` collects the last segment's outputs until they are taken to the router."""
 
     def __init__(self, last_segment: int) -> None:
         self.answers: list[tuple[tuple[TaskId, ...], Tensor]] = []

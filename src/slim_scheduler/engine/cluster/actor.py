@@ -1,7 +1,7 @@
 """The Ray actor of one server: the calls that the router and other servers make, and nothing else.
 
 Ray places it and starts it again when its process or machine dies. It comes up blank: the router then begins a new
-life with the next incarnation, so nothing of an earlier one can be mistaken for news.
+session with the next incarnation, so nothing of an earlier one can be mistaken for news.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, TaskId
 from slim_scheduler.engine.assembly import live_server
-from slim_scheduler.engine.cluster.activation_store import Shelf
+from slim_scheduler.engine.cluster.activation_store import ServerActivations
 from slim_scheduler.engine.cluster.clock import SharedClock
-from slim_scheduler.engine.cluster.session import NOTHING, ServerLife
-from slim_scheduler.engine.cluster.wire import decode_ask, decode_cancel, decode_parcel, encode, join
+from slim_scheduler.engine.cluster.session import NOTHING, ServerSession
+from slim_scheduler.engine.cluster.wire import decode_block, decode_cancel, decode_poll, encode, join
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config
 
 
-class Birth(msgspec.Struct, frozen=True):
-    """What a new life needs to know. `offset` leads from the server's clock to the dispatcher's."""
+class SessionStart(msgspec.Struct, frozen=True):
+    """What a new session needs to know. `offset` leads from the server's clock to the dispatcher's."""
 
     incarnation: int
     offset: Seconds
@@ -38,7 +38,7 @@ class Birth(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a life runs: Ray's id of the machine, and the process there."""
+    """Where a session runs: Ray's id of the machine, and the process there."""
 
     node: str
     process: int
@@ -60,55 +60,57 @@ class ServerActor:
         self._shape = shape
         self._profiles = profiles
         self._margins = margins
-        self._life: ServerLife | None = None
+        self._session: ServerSession | None = None
         self._peers: dict[ServerName, Any] = {}
 
     async def clock(self) -> Seconds:
         """This machine's monotonic clock, for the router to compare with its own."""
         return time.monotonic()
 
-    async def begin(self, birth: Birth, model: SlimmableModel, peers: dict[ServerName, Any]) -> Place:
-        """Starts a life, warm and reporting; an earlier one in this process ends first."""
-        if self._life is not None:
-            life, self._life = self._life, None
-            await life.stop()
+    async def begin(self, start: SessionStart, model: SlimmableModel, peers: dict[ServerName, Any]) -> Place:
+        """Starts a session, warm and reporting; an earlier one in this process ends first."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.stop()
         self._peers.update(peers)
-        lives: list[ServerLife] = []
+        sessions: list[ServerSession] = []
 
         def finished(_: ServerName, job: Job) -> None:
-            lives[0].finished(job)
+            sessions[0].finished(job)
 
-        server = await asyncio.to_thread(self._warm_server, model, finished, birth.incarnation)
-        shelf = Shelf(self._shape.segments - 1)
-        clock = SharedClock(birth.offset)
-        lives.append(
-            ServerLife(server, self._shape, shelf, clock, self._peers, self._config.telemetry.period_s, birth.log)
+        server = await asyncio.to_thread(self._warm_server, model, finished, start.incarnation)
+        activations = ServerActivations(self._shape.segments - 1)
+        clock = SharedClock(start.offset)
+        sessions.append(
+            ServerSession(
+                server, self._shape, activations, clock, self._peers, self._config.telemetry.period_s, start.log
+            )
         )
-        self._life = lives[0]
-        self._life.start()
+        self._session = sessions[0]
+        self._session.start()
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    async def meet(self, name: ServerName, actor: Any) -> None:
+    async def add_peer(self, name: ServerName, actor: Any) -> None:
         """Another server joined, or came back as another actor."""
         self._peers[name] = actor
 
-    async def deliver(self, parcel: bytes, *pieces: Any) -> None:
-        if self._life is not None:
-            self._life.receive(decode_parcel(parcel), self._items(pieces))
+    async def deliver(self, message: bytes, *pieces: Any) -> None:
+        if self._session is not None:
+            self._session.receive(decode_block(message), self._items(pieces))
 
     async def cancel(self, message: bytes) -> None:
-        if self._life is not None:
-            self._life.cancel(decode_cancel(message))
+        if self._session is not None:
+            self._session.cancel(decode_cancel(message))
 
-    async def tell(self, ask: bytes, *pieces: Any) -> bytes | None:
+    async def poll(self, poll: bytes, *pieces: Any) -> bytes | None:
         """What happened since the router last asked; None from an actor that has not begun to live."""
-        if self._life is None:
+        if self._session is None:
             return None
-        return encode(await self._life.tell(decode_ask(ask), self._items(pieces)))
+        return encode(await self._session.poll(decode_poll(poll), self._items(pieces)))
 
     async def fetch(self, tasks: list[TaskId], pieces: int) -> list[Any]:
         """Outputs for another server, in `1 + pieces` values; none where an actor has not begun to live."""
-        return [NOTHING, *[b""] * pieces] if self._life is None else await self._life.fetch(tasks, pieces)
+        return [NOTHING, *[b""] * pieces] if self._session is None else await self._session.fetch(tasks, pieces)
 
     def _items(self, pieces: tuple[Any, ...]) -> npt.NDArray[np.float32] | None:
         return join(pieces, self._shape.item_shape) if pieces else None

@@ -19,10 +19,10 @@ class OffsetEstimate:
     def __init__(self) -> None:
         self._exchanges: deque[tuple[Seconds, Seconds]] = deque(maxlen=EXCHANGES)
 
-    def add(self, sent: Seconds, asked: Seconds, told: Seconds, received: Seconds) -> None:
-        """`sent` and `received` on the dispatcher's clock, `asked` and `told` on the server's."""
-        on_the_way = (received - sent) - (told - asked)
-        self._exchanges.append((on_the_way, ((sent - asked) + (received - told)) / 2))
+    def add(self, sent: Seconds, polled: Seconds, replied: Seconds, received: Seconds) -> None:
+        """`sent` and `received` on the dispatcher's clock, `polled` and `replied` on the server's."""
+        on_the_way = (received - sent) - (replied - polled)
+        self._exchanges.append((on_the_way, ((sent - polled) + (received - replied)) / 2))
 
     def clear(self) -> None:
         """The server may run on another machine now."""

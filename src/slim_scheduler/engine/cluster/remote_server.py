@@ -1,7 +1,7 @@
-"""The router's end of one server: its actor, its lives, and the calls in between.
+"""The router's end of one server: its actor, its sessions, and the calls in between.
 
-It starts a new life when one has ended; within a life, `Conversation` has the word. That a server is out of service,
-and what becomes of its work, is the dispatcher's decision.
+It starts a new session when one has ended; within a session, `Channel` carries the messages. That a server is out of
+service, and what becomes of its work, is the dispatcher's decision.
 """
 
 import asyncio
@@ -16,27 +16,27 @@ from ray.exceptions import ActorDiedError, RayError
 from slim_scheduler.core.messages import CancelTasks
 from slim_scheduler.core.types import Bytes, Seconds, ServerName
 from slim_scheduler.engine.clock import MonotonicClock
-from slim_scheduler.engine.cluster.actor import Birth, Place
+from slim_scheduler.engine.cluster.actor import Place, SessionStart
+from slim_scheduler.engine.cluster.channel import Channel, SessionEndedError
 from slim_scheduler.engine.cluster.clock import OffsetEstimate
-from slim_scheduler.engine.cluster.conversation import Conversation, LifeOverError
-from slim_scheduler.engine.cluster.wire import Forget, Parcel, Told, encode
+from slim_scheduler.engine.cluster.wire import BlockMessage, Forget, PollReply, encode
 from slim_scheduler.setup.config import ServerConfig
 
-CLOCK_EXCHANGES = 8  # before a life begins, so that its first report has the right time
+CLOCK_EXCHANGES = 8  # before a session begins, so that its first report has the right time
 BEGIN_LIMIT: Seconds = 60.0  # for loading torch and the network, and warming up
-REVIVE_PAUSE: Seconds = 0.2
+RESTART_PAUSE: Seconds = 0.2
 
-Hear = Callable[["RemoteServer", Told], None]
+OnReply = Callable[["RemoteServer", PollReply], None]
 
 
 class RemoteServer:
     """`spawn` creates the actor, `model` is a reference to the network, `forgotten` says what the server may forget.
 
-    `hung_limit` ends a life that is silent. `hear` is set before the first life: what the server tells goes there, in
-    order.
+    `hung_limit` ends a session that is silent. `on_reply` is set before the first session: what the server reports goes
+    there, in order.
     """
 
-    hear: Hear
+    on_reply: OnReply
 
     def __init__(
         self,
@@ -61,29 +61,29 @@ class RemoteServer:
         self._log = log
         self._hung_limit = hung_limit
         self._offset = OffsetEstimate()
-        self._talk: Conversation | None = None
+        self._channel: Channel | None = None
 
-    # ---- lives
+    # ---- sessions
 
-    async def begin(self, peers: Callable[[], Mapping[ServerName, Any]]) -> None:
-        """Starts the next life. Waits until Ray has found a place for the actor. Raises RayError."""
+    async def start_session(self, peers: Callable[[], Mapping[ServerName, Any]]) -> None:
+        """Starts the next session. Waits until Ray has found a place for the actor. Raises RayError."""
         self._offset.clear()
         for _ in range(CLOCK_EXCHANGES):
             sent = self._clock.now()
             there = await self.actor.clock.remote()
             self._offset.add(sent, there, there, self._clock.now())
         self.incarnation += 1
-        birth = Birth(self.incarnation, self._offset.offset, self._log)
-        self.place = await asyncio.wait_for(self.actor.begin.remote(birth, self._model, dict(peers())), BEGIN_LIMIT)
+        start = SessionStart(self.incarnation, self._offset.offset, self._log)
+        self.place = await asyncio.wait_for(self.actor.begin.remote(start, self._model, dict(peers())), BEGIN_LIMIT)
         forgotten = partial(self._forgotten, self.name)
-        self._talk = Conversation(self.actor, self._clock, self._offset, forgotten, self._heard, self._hung_limit)
+        self._channel = Channel(self.actor, self._clock, self._offset, forgotten, self._heard, self._hung_limit)
 
-    async def revive(self, peers: Callable[[], Mapping[ServerName, Any]]) -> bool:
-        """Begins a new life, however long it takes. True if it is in another actor, which the peers must meet."""
+    async def restart(self, peers: Callable[[], Mapping[ServerName, Any]]) -> bool:
+        """Begins a new session, however long it takes. True if it is another actor, which the peers must learn of."""
         moved = False
         while True:
             try:
-                await self.begin(peers)
+                await self.start_session(peers)
                 return moved
             except ActorDiedError:
                 self.actor, moved = self._spawn(), True
@@ -91,7 +91,7 @@ class RemoteServer:
                 self.kill()
                 self.actor, moved = self._spawn(), True
             except RayError:
-                await asyncio.sleep(REVIVE_PAUSE)  # Ray is starting it again
+                await asyncio.sleep(RESTART_PAUSE)  # Ray is starting it again
 
     def kill(self) -> None:
         """Ends the actor for good, whatever it is doing."""
@@ -101,25 +101,25 @@ class RemoteServer:
 
     # ---- messages
 
-    def deliver(self, parcel: Parcel, items: npt.NDArray[np.float32] | None) -> None:
-        assert self._talk is not None, "a server that never lived has joined no fleet"
-        self._talk.deliver(parcel, items)
+    def deliver(self, message: BlockMessage, items: npt.NDArray[np.float32] | None) -> None:
+        assert self._channel is not None, "a server that never lived has joined no fleet"
+        self._channel.deliver(message, items)
 
     def cancel(self, message: CancelTasks) -> None:
         self.actor.cancel.remote(encode(message))
 
-    def meet(self, name: ServerName, actor: Any) -> None:
-        self.actor.meet.remote(name, actor)
+    def add_peer(self, name: ServerName, actor: Any) -> None:
+        self.actor.add_peer.remote(name, actor)
 
     async def listen(self) -> None:
-        """Hears what the server tells until its life is over. Raises RayError or LifeOverError."""
-        assert self._talk is not None, "listen follows begin"
+        """Hears what the server tells until its session is over. Raises RayError or SessionEndedError."""
+        assert self._channel is not None, "listen follows begin"
         try:
-            await self._talk.until_over()
+            await self._channel.until_over()
         except TimeoutError as error:
             self.kill()
-            raise LifeOverError(str(error)) from None
+            raise SessionEndedError(str(error)) from None
 
-    def _heard(self, told: Told) -> None:
-        self.memory_used = told.memory_used
-        self.hear(self, told)
+    def _heard(self, reply: PollReply) -> None:
+        self.memory_used = reply.memory_used
+        self.on_reply(self, reply)

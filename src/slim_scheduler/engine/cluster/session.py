@@ -1,8 +1,8 @@
-"""One life of a server in its actor: the real scheduler and device, and what goes in and out.
+"""One session of a server in its actor: the real scheduler and device, and what goes in and out.
 
-The counterpart of `engine/local/host.py` for one server: it delivers events to the `ServerScheduler` and performs its
+The counterpart of `engine/local/fleet.py` for one server: it delivers events to the `ServerScheduler` and performs its
 commands on this machine; what is for the dispatcher waits until the router asks. It decides nothing. A server that
-starts again is a new life with the next incarnation.
+starts again is a new session with the next incarnation.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Block, Seconds, ServerName, Task, TaskId
 from slim_scheduler.engine.clock import Timers
-from slim_scheduler.engine.cluster.activation_store import Shelf
+from slim_scheduler.engine.cluster.activation_store import ServerActivations
 from slim_scheduler.engine.cluster.clock import SharedClock
-from slim_scheduler.engine.cluster.wire import Ask, Parcel, Rows, Step, Told, cut, join, pieces_of
+from slim_scheduler.engine.cluster.wire import BlockMessage, Outputs, Poll, PollReply, Step, cut, join, pieces_of
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.local.server import LiveServer
 
@@ -56,7 +56,7 @@ NOTHING = ((), ())  # in place of whose outputs were found, and their shape
 CARRIED = (BatchReported, TasksReturned, ServerReported)
 
 
-class ServerLife:
+class ServerSession:
     """`log`: every step goes to the router for its record, otherwise only what the dispatcher must hear.
 
     `peers` are the other servers' actors by name, for what must be fetched from them.
@@ -66,7 +66,7 @@ class ServerLife:
         self,
         server: LiveServer,
         shape: ModelShape,
-        shelf: Shelf,
+        activations: ServerActivations,
         clock: SharedClock,
         peers: dict[ServerName, Any],
         period: Seconds,
@@ -74,7 +74,7 @@ class ServerLife:
     ) -> None:
         self._server = server
         self._shape = shape
-        self._shelf = shelf
+        self._activations = activations
         self._clock = clock
         self._peers = peers
         self._period = period
@@ -86,7 +86,7 @@ class ServerLife:
         # Of their own: those that wait for a silent server must keep nobody waiting but each other.
         self._fetchers = ThreadPoolExecutor(FETCHERS, "slim-fetch")
         self._steps: list[Step] = []
-        self._told = 0
+        self._replies = 0
         self._news = asyncio.Event()
         self._turn = asyncio.Lock()
         self._broken: BaseException | None = None
@@ -107,15 +107,17 @@ class ServerLife:
 
     # ---- from the router
 
-    def receive(self, parcel: Parcel, items: npt.NDArray[np.float32] | None) -> None:
+    def receive(self, message: BlockMessage, items: npt.NDArray[np.float32] | None) -> None:
         """A block came. It reaches the scheduler when its inputs are here; tasks whose inputs are lost go back."""
-        block = parcel.block
-        asked = [(task, source) for task, source in zip(block.tasks, parcel.sources, strict=True) if source is not None]
+        block = message.block
+        asked = [
+            (task, source) for task, source in zip(block.tasks, message.sources, strict=True) if source is not None
+        ]
         if block.segment == 0:
             if items is not None:
                 rows = torch.from_numpy(items)
                 for task, row in asked:
-                    self._shelf.put_input(task, (rows, row))
+                    self._activations.put_input(task, (rows, row))
             return self._arrive(block, set())
         lost, elsewhere = self._at_home(asked)
         if not elsewhere:
@@ -141,28 +143,28 @@ class ServerLife:
     def cancel(self, message: CancelTasks) -> None:
         self._take(message)
 
-    async def tell(self, ask: Ask, items: npt.NDArray[np.float32] | None) -> Told:
+    async def poll(self, poll: Poll, items: npt.NDArray[np.float32] | None) -> PollReply:
         """Takes in the block that came along, and says what happened since the last time; waits until something did."""
-        asked_at = time.monotonic()
-        self._clock.offset = ask.offset
-        if ask.parcel is not None:
-            self.receive(ask.parcel, items)
-        self._shelf.forget(ask.forget.outputs, ask.forget.items)
+        polled_at = time.monotonic()
+        self._clock.offset = poll.offset
+        if poll.message is not None:
+            self.receive(poll.message, items)
+        self._activations.forget(poll.forget.outputs, poll.forget.items)
         async with self._turn:
             await self._news.wait()
             if self._broken is not None:
                 raise RuntimeError(f"server {self._server.name} broke") from self._broken
             self._news.clear()
             steps, self._steps = self._steps, []
-            answers, self._shelf.answers = self._shelf.answers, []
-            number = self._told
-            self._told += 1
-        rows = tuple([Rows.of(tasks, output.numpy()) for tasks, output in answers])
-        return Told(number, asked_at, time.monotonic(), self._server.memory_used, tuple(steps), rows)
+            answers, self._activations.answers = self._activations.answers, []
+            number = self._replies
+            self._replies += 1
+        rows = tuple([Outputs.of(tasks, output.numpy()) for tasks, output in answers])
+        return PollReply(number, polled_at, time.monotonic(), self._server.memory_used, tuple(steps), rows)
 
     async def fetch(self, tasks: Sequence[TaskId], pieces: int) -> list[Any]:
         """Outputs for another server: whose of them are here and their shape, then the rows in `pieces` values."""
-        found, output = self._shelf.rows(tasks)
+        found, output = self._activations.rows(tasks)
         if output is None:
             return [NOTHING, *[b""] * pieces]
         if output.device.type != "cpu":
@@ -173,15 +175,15 @@ class ServerLife:
     # ---- inputs
 
     def _at_home(self, asked: list[Wanted]) -> tuple[set[TaskId], dict[ServerName, list[Wanted]]]:
-        """Shelves the inputs that lie here. Returns the tasks whose inputs are lost, and what to fetch, by home."""
+        """Keeps the inputs that lie here. Returns the tasks whose inputs are lost, and what to fetch, by home."""
         lost: set[TaskId] = set()
         elsewhere: dict[ServerName, list[Wanted]] = {}
         for task, source in asked:
             assert task.home is not None, "a task after the first segment has a home"
             if task.home != self._server.name:
                 elsewhere.setdefault(task.home, []).append((task, source))
-            elif (row := self._shelf.output(source)) is not None:
-                self._shelf.put_input(task, row)
+            elif (row := self._activations.output(source)) is not None:
+                self._activations.put_input(task, row)
             else:
                 lost.add(task.task_id)
         return lost, elsewhere
@@ -206,7 +208,7 @@ class ServerLife:
         place = {source: row for row, source in enumerate(found)}
         for task, source in wanted:
             if source in place:
-                self._shelf.put_input(task, (rows, place[source]))
+                self._activations.put_input(task, (rows, place[source]))
                 lost.discard(task.task_id)
         return lost
 
@@ -227,7 +229,7 @@ class ServerLife:
     def finished(self, job: Job) -> None:
         """The executor is done with a job."""
         try:
-            event = self._server.finished(job, self._shelf, self._clock.now())  # type: ignore[arg-type]
+            event = self._server.finished(job, self._activations, self._clock.now())
         except Exception as error:
             return self._break(error)
         self._take(event)
@@ -251,7 +253,7 @@ class ServerLife:
         for command in commands:
             match command:
                 case StartBatch():
-                    server.start_batch(command, self._shelf, now)  # type: ignore[arg-type]
+                    server.start_batch(command, self._activations, now)
                 case LoadInstance():
                     server.load(command)
                 case UnloadInstance():
@@ -271,7 +273,7 @@ class ServerLife:
         self._news.set()
 
     def _break(self, error: Exception) -> None:
-        """A fault of this program: the router hears it at its next question and starts a new life."""
+        """A fault of this program: the router hears it at its next question and starts a new session."""
         self._broken = error
         self._news.set()
 

@@ -9,12 +9,12 @@ from typing import Protocol
 from slim_scheduler.core.types import ServerName
 
 
-class Seam(Protocol):
+class Transport(Protocol):
     def carry(self, server: ServerName, deliver: Callable[[], None]) -> None:
         """Calls `deliver` for one message to or from a server: never, once or twice, now or later."""
         ...
 
 
-class DirectSeam:
+class DirectTransport:
     def carry(self, server: ServerName, deliver: Callable[[], None]) -> None:
         deliver()

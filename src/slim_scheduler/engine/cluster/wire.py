@@ -20,7 +20,7 @@ PIECE = 96_000
 MOST_PIECES = 64
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlockMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block with where each of its tasks finds its input, None where nobody waits for the task any more.
 
     In segment 0 that is a row of the items that travel along, later the task whose output it is, at the task's home.
@@ -37,7 +37,7 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, gc=False):
     items: tuple[ItemId, ...] = ()
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Poll(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The router asks what a server did, and may send a block along: an answer per block needs no call of its own.
 
     `offset` leads from the server's own clock to the dispatcher's.
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     offset: Seconds
     forget: Forget
-    parcel: Parcel | None = None
+    message: BlockMessage | None = None
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -56,22 +56,22 @@ class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
     commands: tuple[ServerCommand, ...]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PollReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The server's answer: its steps since the last one, and the answers to items.
 
-    `number` counts a life's answers from 0: questions that are open together may be answered the other way round.
-    `asked_at` and `told_at` are on the server's own clock: with the router's two times they give its offset.
+    `number` counts a session's answers from 0: polls that are open together may be answered the other way round.
+    `polled_at` and `replied_at` are on the server's own clock: with the router's two times they give its offset.
     """
 
     number: int
-    asked_at: Seconds
-    told_at: Seconds
+    polled_at: Seconds
+    replied_at: Seconds
     memory_used: Bytes
     steps: tuple[Step, ...]
-    answers: "tuple[Rows, ...]"
+    answers: "tuple[Outputs, ...]"
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Outputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Outputs of tasks: row i of an array is tasks[i]'s."""
 
     tasks: tuple[TaskId, ...]
@@ -80,7 +80,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: memoryview
 
     @classmethod
-    def of(cls, tasks: tuple[TaskId, ...], output: npt.NDArray[Any]) -> "Rows":
+    def of(cls, tasks: tuple[TaskId, ...], output: npt.NDArray[Any]) -> "Outputs":
         return cls(tasks, output.shape, output.dtype.str, np.ascontiguousarray(output).reshape(-1).view(np.uint8).data)
 
     @property
@@ -90,10 +90,10 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
+decode_block = msgspec.msgpack.Decoder(BlockMessage).decode
 decode_cancel = msgspec.msgpack.Decoder(CancelTasks).decode
-decode_ask = msgspec.msgpack.Decoder(Ask).decode
-decode_told = msgspec.msgpack.Decoder(Told).decode
+decode_poll = msgspec.msgpack.Decoder(Poll).decode
+decode_reply = msgspec.msgpack.Decoder(PollReply).decode
 
 
 def pieces_of(size: Bytes) -> int:

@@ -81,7 +81,7 @@ class CudaRuntime:
         yield
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)

@@ -18,7 +18,7 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.types import Bytes, Joules, Seconds
-from slim_scheduler.engine.activations import Ledger
+from slim_scheduler.engine.activations import ActivationStore
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob
 from slim_scheduler.engine.probe import BusyMeter, Probe
 
@@ -50,9 +50,9 @@ class LiveServer:
         """Bytes its instances and running batches really take."""
         return self.executor.device.memory_used
 
-    def start_batch(self, command: StartBatch, ledger: Ledger, now: Seconds) -> None:
+    def start_batch(self, command: StartBatch, activations: ActivationStore, now: Seconds) -> None:
         batch = command.batch
-        tasks, rows = ledger.inputs(batch.tasks)
+        tasks, rows = activations.inputs(batch.tasks)
         self._meter.started(now)
         last = batch.segment == self._segments - 1
         self.executor.submit(BatchJob(batch, tasks, rows, to_host=last, with_margins=last and self._margins))
@@ -67,7 +67,7 @@ class LiveServer:
         """What the sensors say; nothing from a device that is lost."""
         return None if self.executor.lost else self._probe.sample(now, self._meter.fraction(now))
 
-    def finished(self, job: Job, ledger: Ledger, now: Seconds) -> ServerEvent:
+    def finished(self, job: Job, activations: ActivationStore, now: Seconds) -> ServerEvent:
         """The event that a finished job is. A batch's output is stored first."""
         match job:
             case BatchJob():
@@ -76,7 +76,7 @@ class LiveServer:
                 if job.error is not None:
                     return BatchFailed(job.batch.batch_id, reason(job.error), job.out_of_memory)
                 if job.output is not None:
-                    ledger.store(job.tasks, job.output)
+                    activations.store(job.tasks, job.output)
                 not_finite = tuple([job.tasks[row].task_id for row in job.not_finite])
                 return BatchDone(job.batch.batch_id, energy, not_finite, _margins(job))
             case LoadJob():

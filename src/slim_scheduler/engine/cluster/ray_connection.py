@@ -22,7 +22,7 @@ WAIT_FOR_REASON_OF_DEATH = ("RAY_timeout_ms_task_wait_for_death_info", "0")
 LOCAL_OBJECT_STORE = 256 << 20  # bytes, of a cluster on this machine alone: a few hundred blocks' worth
 
 
-class RaySession:
+class RayConnection:
     """One engine's share in this process's connection: the first opens it, the last closes it.
 
     Where the program itself connected to Ray before, that connection is used and stays.
@@ -38,7 +38,7 @@ class RaySession:
     def open(self) -> None:
         """Raises ConfigError when the cluster cannot be reached."""
         if ray.is_initialized():
-            if RaySession._sharers:
+            if RayConnection._sharers:
                 self._share()
             return
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a call to a dead server is answered by its death
@@ -64,13 +64,13 @@ class RaySession:
     def close(self) -> None:
         if self._shares:
             self._shares = False
-            RaySession._sharers -= 1
-            if not RaySession._sharers:
+            RayConnection._sharers -= 1
+            if not RayConnection._sharers:
                 ray.shutdown()
 
     def _share(self) -> None:
         self._shares = True
-        RaySession._sharers += 1
+        RayConnection._sharers += 1
 
     def put(self, value: Any) -> Any:
         """A reference that every actor can be started with, again and again."""
@@ -96,5 +96,5 @@ class RaySession:
 
     def has(self) -> dict[str, float]:
         """What the machines of the cluster offer in all."""
-        offered: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        offered: dict[str, float] = ray.cluster_resources()
         return {name: amount for name, amount in offered.items() if not name.startswith("node:")}

@@ -1,4 +1,4 @@
-"""A seam that loses, doubles or delays a share of the messages, both ways."""
+"""A transport that loses, doubles or delays a share of the messages, both ways."""
 
 import asyncio
 from collections import Counter
@@ -9,7 +9,7 @@ from numpy.random import Generator
 LATEST = 1.0  # seconds: beyond the heartbeat's 0.8
 
 
-class LossySeam:
+class LossyTransport:
     """Each fault befalls `share` of the messages. `done` counts what it did."""
 
     def __init__(self, rng: Generator, share: float = 0.0) -> None:
