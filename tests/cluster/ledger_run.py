@@ -140,7 +140,7 @@ class Story:
         self._load = load
         self._transport = transport
 
-    async def poll(self, fault: str) -> None:
+    async def tell(self, fault: str) -> None:
         kind, _, seconds = fault.partition(":")
         if kind == "wait":
             await asyncio.Event().wait()

@@ -10,10 +10,10 @@ from slim_scheduler.engine.cluster.wire import (
     PIECE,
     BlockMessage,
     Forget,
-    Outputs,
     Poll,
     PollReply,
-    Step,
+    ServerStep,
+    TaskOutputs,
     cut,
     decode_block,
     decode_poll,
@@ -30,8 +30,8 @@ BLOCK = Block(9, "b", 1, 0.75, 0.5, False, (TASK,), 2.0)
 def test_messages_arrive_as_they_left():
     message = BlockMessage(BLOCK, (4,))
     steps = (
-        Step(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
-        Step(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
+        ServerStep(2.5, BlockArrived(BLOCK), (BatchReported("b", 1, 2, 1, 0.75, (5,), 2.0, 2.5, None),)),
+        ServerStep(2.6, None, (TasksReturned("b", 1, (6,), "its activation is lost", activation_lost=True),)),
     )
     reply = PollReply(0, 1.0, 2.0, 100, steps, ())
     poll = Poll(0.5, Forget((1,), (2,)), message)
@@ -86,7 +86,7 @@ def test_an_array_that_is_larger_than_announced_is_not_cut():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_answers_arrive_as_they_were(dtype):
     output = np.arange(24, dtype=dtype).reshape(3, 8)[:, ::2]  # columns of a larger array do not lie together
-    reply = PollReply(0, 1.0, 2.0, 100, (), (Outputs.of((7, 8, 9), output),))
+    reply = PollReply(0, 1.0, 2.0, 100, (), (TaskOutputs.of((7, 8, 9), output),))
     (answers,) = decode_reply(encode(reply)).answers
     assert answers.tasks == (7, 8, 9)
     assert answers.array.dtype == output.dtype

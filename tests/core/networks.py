@@ -16,7 +16,7 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.heuristics import JoinShortestQueue, width_rule
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Block, Constraints, Decision, Request, Task
+from slim_scheduler.core.types import Block, Decision, Request, Task, TaskConstraints
 from slim_scheduler.core.view import ServerReport, View
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)
@@ -85,7 +85,7 @@ def request(
     **constraints,
 ) -> RequestArrived:
     ids = tuple(range(100 * request_id, 100 * request_id + items))
-    asked = Constraints(**constraints) if constraints else None
+    asked = TaskConstraints(**constraints) if constraints else None
     return RequestArrived(Request(request_id, ids, at, deadline, priority, asked, confidence_floor, anytime))
 
 

@@ -20,7 +20,7 @@ from slim_scheduler.core.messages import (
     StartBatch,
     UnloadInstance,
 )
-from slim_scheduler.core.types import Constraints, Outcome, Request
+from slim_scheduler.core.types import Outcome, Request, TaskConstraints
 from slim_scheduler.setup.config import Config, FaultConfig
 from slim_scheduler.sim.faults import FaultChange, random_faults
 from slim_scheduler.sim.host import Simulation
@@ -234,7 +234,7 @@ def _requests(rng: Generator) -> list[Request]:
         deadline = now + float(rng.uniform(0.02, 2.0)) if rng.random() < 0.6 else None
         exact = tuple(float(w) for w in rng.choice(WIDTHS, SEGMENTS)) if rng.random() < 0.15 else None
         items = tuple(range(item, item + count))
-        constraints = Constraints(widths=exact) if exact else None
+        constraints = TaskConstraints(widths=exact) if exact else None
         requests.append(Request(len(requests), items, now, deadline, int(rng.integers(3)), constraints))
         item += count
     return requests

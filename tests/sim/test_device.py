@@ -6,15 +6,15 @@ from numpy.random import default_rng
 
 from slim_scheduler.core.errors import ProfileError
 from slim_scheduler.core.profile import Curve, Profile
-from slim_scheduler.sim.device import Device
+from slim_scheduler.sim.device import SimulatedDevice
 from tests.sim.devices import batch, small_profile, small_shape
 
 
-def device(slowdown: float = 1.0, **profile: object) -> Device:
-    return Device(small_profile(**profile), small_shape(), max_batch=8, slowdown=slowdown)
+def device(slowdown: float = 1.0, **profile: object) -> SimulatedDevice:
+    return SimulatedDevice(small_profile(**profile), small_shape(), max_batch=8, slowdown=slowdown)
 
 
-def done(device: Device) -> tuple[float, int]:
+def done(device: SimulatedDevice) -> tuple[float, int]:
     """Lets the device run until its next batch is done, and takes it off."""
     at = device.next_done()
     assert at is not None
@@ -49,7 +49,7 @@ def varying_profile() -> Profile:
 
 
 def drawn_times(seed: int) -> list[float]:
-    d = Device(varying_profile(), small_shape(), max_batch=8, rng=default_rng(seed))
+    d = SimulatedDevice(varying_profile(), small_shape(), max_batch=8, rng=default_rng(seed))
     times, now = [], 0.0
     for i in range(2000):
         d.start(batch(i, size=6), False, now)
@@ -70,7 +70,7 @@ def test_batches_differ_as_much_as_the_profile_says_and_the_same_for_the_same_se
 
 
 def test_without_a_generator_every_batch_takes_its_mean_time() -> None:
-    d = Device(varying_profile(), small_shape(), max_batch=8)
+    d = SimulatedDevice(varying_profile(), small_shape(), max_batch=8)
     d.start(batch(1, size=6), False, 0.0)
     assert done(d) == (0.012, 1)
 
@@ -121,7 +121,7 @@ def test_an_instance_loads_in_the_fixed_time_plus_its_bytes() -> None:
 
 def test_a_device_that_has_been_busy_slows_down() -> None:
     curve = Curve((0.0, 0.9, 1.0), (1.0, 1.0, 3.0))
-    d = Device(small_profile(slowdown=curve), small_shape(), max_batch=8, slowdown=10.0)
+    d = SimulatedDevice(small_profile(slowdown=curve), small_shape(), max_batch=8, slowdown=10.0)
     now = 0.0
     for number in range(5):  # 100 ms each; the last begins at utilisation 0.8, still below the knee
         d.start(batch(number), False, now)

@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-class Constraints(msgspec.Struct, frozen=True, gc=False):
+class TaskConstraints(msgspec.Struct, frozen=True, gc=False):
     """What the client asked for beyond an answer.
 
     `widths` fixes the width of every segment exactly (no wider instance may serve it); `accuracy_floor` is the least
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     arrival: Seconds
     deadline: Seconds | None = None
     priority: int = 0
-    constraints: Constraints | None = None
+    constraints: TaskConstraints | None = None
     confidence_floor: float | None = None
     anytime: bool = True
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from slim_scheduler.core.types import BlockId, Bytes, Constraints, Joules, Seconds, ServerName, Watts, Width
+from slim_scheduler.core.types import BlockId, Bytes, Joules, Seconds, ServerName, TaskConstraints, Watts, Width
 
 
 class InstanceCount(msgspec.Struct, frozen=True, gc=False):
@@ -123,7 +123,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     age: Seconds
     slack: Seconds | None
     widths: tuple[Width, ...]
-    constraints: Constraints | None = None
+    constraints: TaskConstraints | None = None
     item_age: Seconds = 0.0
     again: bool = False
 

@@ -45,8 +45,8 @@ from slim_scheduler.engine.assembly import (
 )
 from slim_scheduler.engine.automatic import with_fastest_devices
 from slim_scheduler.engine.devices.base import Device
-from slim_scheduler.engine.host import Fleet, FleetParts, Host, NoRecorder, StepRecorder
-from slim_scheduler.engine.inputs import Limits, Normalization, checked
+from slim_scheduler.engine.host import FleetParts, Host, LiveFleet, NoRecorder, StepRecorder
+from slim_scheduler.engine.inputs import Normalization, RequestLimits, checked
 from slim_scheduler.engine.local.fleet import LocalFleet
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.engine.timeline import Timelines, Visit
@@ -105,7 +105,7 @@ class SlimEngine:
         normalization: Normalization | None = None,
         recorder: StepRecorder | None = None,
         devices: dict[ServerName, Device] | None = None,
-        fleet: Callable[[FleetParts], Fleet] | None = None,
+        fleet: Callable[[FleetParts], LiveFleet] | None = None,
     ) -> None:
         """`fleet` makes the servers; by default they are in this process, on `devices` where these are given."""
         config = live_config(config)
@@ -231,7 +231,7 @@ class SlimEngine:
         be served. Cancelling the awaiting task cancels the request. With `timeline` the result says where the time of
         every item went, segment by segment. `offer` is the request's, where it was offered.
         """
-        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
+        limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
         request_id, future = self._submit(items, limits, None, timeline, offer)
         try:
             return await future
@@ -255,7 +255,7 @@ class SlimEngine:
 
         `arrival` is the intended arrival on the engine's clock (`now`), which latency and deadline count from.
         """
-        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
+        limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
         request_id, future = self._submit(items, limits, arrival)
         future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
         return future
@@ -263,7 +263,7 @@ class SlimEngine:
     def _submit(
         self,
         items: npt.NDArray[Any],
-        limits: Limits,
+        limits: RequestLimits,
         arrival: Seconds | None,
         timeline: bool = False,
         offer: Offer | None = None,
@@ -316,7 +316,7 @@ class SlimEngine:
             offer.open, offer.refused = False, ("the engine is stopping", 1.0)
             return offer
         read = self.now() - waited
-        limits = Limits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
+        limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
         self._offered = offer
         self._host.tell_of_offers(RequestOffered(limits.request(offer.request_id, offer.items, read)))
         self._offered = None
@@ -420,7 +420,7 @@ class SlimEngine:
         self.fleet.sample()
 
 
-def _cluster_fleet(address: str) -> Callable[[FleetParts], Fleet]:
+def _cluster_fleet(address: str) -> Callable[[FleetParts], LiveFleet]:
     """What makes the servers of a Ray cluster. Raises ConfigError where Ray, an extra, is not installed."""
     try:
         from slim_scheduler.engine.cluster.fleet import ClusterFleet

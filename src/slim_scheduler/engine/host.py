@@ -1,8 +1,8 @@
 """The live loop: delivers events to the dispatcher, one at a time, and performs its commands.
 
 Owns the order of events. Every decision is the machines'; `SlimEngine` is its only user. Where the servers are is a
-`Fleet`'s business (`local/` or `cluster/`), where tensors are an `ItemStore`'s. Requests that come in one turn of the
-event loop, and while these are taken, are absorbed before the dispatcher decides about the first of them: fewer and
+`LiveFleet`'s business (`local/` or `cluster/`), where tensors are an `ItemStore`'s. Requests that come in one turn of
+the event loop, and while these are taken, are absorbed before the dispatcher decides about the first of them: fewer and
 larger blocks.
 """
 
@@ -75,7 +75,7 @@ class ItemStore(Protocol):
     def forget(self, items: Iterable[ItemId]) -> None: ...
 
 
-class Fleet(Protocol):
+class LiveFleet(Protocol):
     """The servers of an engine: what is for one of them is delivered here, what they report goes to the host.
 
     `config` names the servers that there are now.
@@ -125,7 +125,7 @@ class Host:
         self,
         dispatcher: Dispatcher,
         router: TimedRouter,
-        fleet: Fleet,
+        fleet: LiveFleet,
         recorder: StepRecorder,
         answered: Callable[[Reply], None],
     ) -> None:

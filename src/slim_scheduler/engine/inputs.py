@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Constraints, ItemId, Request, RequestId, Seconds
+from slim_scheduler.core.types import ItemId, Request, RequestId, Seconds, TaskConstraints
 
 
 class Normalization(NamedTuple):
@@ -54,7 +54,7 @@ def joined(parts: Sequence[npt.NDArray[np.float32]], item_shape: Sequence[int]) 
     return torch.from_numpy(batch)
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """What a caller asks for beyond an answer. `deadline_s` counts from the request's arrival."""
 
     deadline_s: Seconds | None = None
@@ -64,7 +64,7 @@ class Limits(NamedTuple):
     confidence_floor: float | None = None
     anytime: bool = True
 
-    def checked(self, shape: ModelShape) -> "Limits":
+    def checked(self, shape: ModelShape) -> "RequestLimits":
         """The same with the widths as a tuple. Raises InputError for what can never be met."""
         for name in ("accuracy_floor", "confidence_floor"):
             floor = getattr(self, name)
@@ -88,7 +88,7 @@ class Limits(NamedTuple):
         constraints = None
         if self.widths is not None or self.accuracy_floor is not None:
             widths = None if self.widths is None else tuple(self.widths)
-            constraints = Constraints(widths, self.accuracy_floor)
+            constraints = TaskConstraints(widths, self.accuracy_floor)
         return Request(
             request_id, tuple(items), arrival, deadline, self.priority, constraints, self.confidence_floor, self.anytime
         )

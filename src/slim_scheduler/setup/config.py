@@ -18,7 +18,7 @@ import msgspec
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ServerName
-from slim_scheduler.setup.recipes import RECIPES, Recipe
+from slim_scheduler.setup.recipes import RECIPES, RouterRecipe
 from slim_scheduler.setup.removed import REMOVED
 from slim_scheduler.setup.routers import ROUTERS, parse_router
 
@@ -326,7 +326,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_updates: Annotated[int, key("user", "updates between checkpoints", above=0)] = 8
 
     @property
-    def resolved(self) -> Recipe:
+    def resolved(self) -> RouterRecipe:
         """The recipe, with what these settings say otherwise."""
         recipe = RECIPES[self.recipe]
         return msgspec.structs.replace(

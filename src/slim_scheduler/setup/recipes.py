@@ -11,7 +11,7 @@ import msgspec
 from slim_scheduler.core.router.learned.layout import Kind
 
 
-class Recipe(msgspec.Struct, frozen=True):
+class RouterRecipe(msgspec.Struct, frozen=True):
     """What is seen, what a reward is of, and how much is explored.
 
     `reward_weight`: a block counts once per task, or once. `accuracy`: a tuple's measured share of right answers, or
@@ -26,6 +26,8 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 RECIPES = {
-    "paper": Recipe("paper", "block", "outcomes", 0.1, 0.01),
-    "planned": Recipe("planned", "tasks", "expected", 0.0, 0.0),  # noise is load, and a queue, near a cluster's limit
+    "paper": RouterRecipe("paper", "block", "outcomes", 0.1, 0.01),
+    "planned": RouterRecipe(
+        "planned", "tasks", "expected", 0.0, 0.0
+    ),  # noise is load, and a queue, near a cluster's limit
 }

@@ -28,7 +28,7 @@ class _Running:
         self.energy_before = energy_before
 
 
-class Device:
+class SimulatedDevice:
     """One device under processor sharing.
 
     A batch's time alone is the profile's, times `slowdown`, times the profile's slowdown curve at the utilisation of

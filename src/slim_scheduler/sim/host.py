@@ -51,10 +51,10 @@ from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
 from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, ROUTE, SAMPLE, TIMER, Agenda
-from slim_scheduler.sim.device import Device
+from slim_scheduler.sim.device import SimulatedDevice
 from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, timeline
 from slim_scheduler.sim.mail import Mail, ToDispatcher
-from slim_scheduler.sim.server import Condition, Observer, SimulatedServer
+from slim_scheduler.sim.server import Condition, SimulatedServer, StepObserver
 
 DRAIN_FACTOR = 2.0  # a run that drains ends by so many times its duration
 STEPS_PER_PROGRESS = 1_000
@@ -84,7 +84,7 @@ def simulate(
     router_name: str,
     seed: int,
     *,
-    recorder: Observer,
+    recorder: StepObserver,
     arrivals: Arrivals | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
@@ -121,7 +121,7 @@ class Simulation:
         router_name: str,
         seed: int,
         *,
-        recorder: Observer,
+        recorder: StepObserver,
         arrivals: Arrivals | None = None,
         router: Router | None = None,
         joins: Mapping[ServerName, Seconds] | None = None,
@@ -150,7 +150,7 @@ class Simulation:
         self.servers: dict[ServerName, SimulatedServer] = {}
         streams = run_rng(seed, "devices").spawn(len(config.servers))
         for knobs, stream in zip(config.servers, streams, strict=True):
-            device = Device(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
+            device = SimulatedDevice(profiles[knobs.name], shape, knobs.max_batch, knobs.slowdown, stream)
             build = _builder(config, knobs.name, shape, profiles[knobs.name])
             self.servers[knobs.name] = SimulatedServer(
                 knobs.name, device, build, self.agenda, recorder, self._from_server

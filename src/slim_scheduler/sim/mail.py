@@ -14,7 +14,7 @@ from slim_scheduler.core.types import Block, Bytes, Seconds, ServerName
 from slim_scheduler.setup.config import Config
 from slim_scheduler.sim.agenda import MESSAGE, Agenda
 from slim_scheduler.sim.faults import FaultChange, MessageFaults
-from slim_scheduler.sim.network import Network
+from slim_scheduler.sim.network import SimulatedNetwork
 
 # Sizes of what carries no tensor: a header of the transport and a few fields, and per task an id, item and times.
 CONTROL_BYTES: Bytes = 200
@@ -30,7 +30,7 @@ class Mail:
 
     def __init__(self, config: Config, shape: ModelShape, agenda: Agenda, rng: Generator) -> None:
         names = [server.name for server in config.servers]
-        self._network = Network(config.network, names)
+        self._network = SimulatedNetwork(config.network, names)
         self._moves_cost = config.network.activations
         self._report_age = config.telemetry.age_s
         self._shape = shape

@@ -18,7 +18,7 @@ class _Direction:
         self.free_at: Seconds = 0.0
 
 
-class Network:
+class SimulatedNetwork:
     """Arrival times under FIFO bandwidth. Messages must be sent in the order of time."""
 
     def __init__(self, config: NetworkConfig, servers: Iterable[ServerName]) -> None:

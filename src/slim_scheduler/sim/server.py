@@ -27,11 +27,11 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.types import Batch, BatchId, InstanceId, ItemId, Seconds, ServerName, Width
 from slim_scheduler.sim.agenda import DEVICE, TIMER, Agenda
-from slim_scheduler.sim.device import Device
+from slim_scheduler.sim.device import SimulatedDevice
 from slim_scheduler.sim.mail import ToDispatcher
 
 
-class Observer(Protocol):
+class StepObserver(Protocol):
     """Sees every step of both machines; `record.Recorder` is one."""
 
     def step(self, machine: str, now: Seconds, event: Message, commands: Sequence[Any]) -> None: ...
@@ -51,10 +51,10 @@ class SimulatedServer:
     def __init__(
         self,
         name: ServerName,
-        device: Device,
+        device: SimulatedDevice,
         build: Callable[[int], ServerScheduler],
         agenda: Agenda,
-        observer: Observer,
+        observer: StepObserver,
         send: Callable[["SimulatedServer", ToDispatcher], None],
     ) -> None:
         self.name = name

@@ -33,7 +33,7 @@ from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
 from slim_scheduler.training.returns import SMALL, Horizon, Reals, RewardScale, Samples, Trajectory
 from slim_scheduler.training.rollout import Order, Steps
 from slim_scheduler.training.scenario import Scenarios
-from slim_scheduler.training.workers import Workers
+from slim_scheduler.training.workers import RolloutWorkers
 
 HIDDEN = 64  # units of a hidden layer
 EPOCHS = 3  # passes over the samples per update (K)
@@ -72,7 +72,7 @@ def train(
     by_tasks = training.resolved.reward_weight == "tasks"
     trajectories = [Trajectory(horizon, by_tasks) for _ in range(training.workers)]
     curves = Curves(out, state.update)
-    with deferred() as interruption, Workers(config, seed) as workers:
+    with deferred() as interruption, RolloutWorkers(config, seed) as workers:
         for update in range(state.update, last):
             began = time.perf_counter()
             imitating = update < warm

@@ -1,7 +1,7 @@
 """Rollouts from several processes at once. The workers are without torch, and end with the process that started them.
 
-`Workers` hands every worker the same parameters and returns their rollouts in the order of the workers, so that the
-result does not depend on who was faster.
+`RolloutWorkers` hands every worker the same parameters and returns their rollouts in the order of the workers, so that
+the result does not depend on who was faster.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from slim_scheduler.setup.config import Config
 from slim_scheduler.training.rollout import Actor, Order, Rollout
 
 
-class Workers:
+class RolloutWorkers:
     """A context: the processes live as long as it does."""
 
     def __init__(self, config: Config, seed: int) -> None:
@@ -45,7 +45,7 @@ class Workers:
         assert isinstance(answer, Rollout)
         return answer
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "RolloutWorkers":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -13,7 +13,7 @@ from slim_scheduler.core.dispatch.capacity import Capacity
 from slim_scheduler.core.dispatch.offers import Offers
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Constraints, Request, Seconds, Width, WidthTuple
+from slim_scheduler.core.types import Request, Seconds, TaskConstraints, Width, WidthTuple
 
 DEADLINE_SHARE = 0.5  # of the time to the deadline that may be filled: the rest is for what varies
 FULL_RETRY_AFTER: Seconds = 1.0
@@ -37,7 +37,7 @@ class Admission:
         self._accuracy = accuracy
         self._calibrated = calibrated
         self._pairs = pairs
-        self._choices: dict[tuple[int, Constraints, WidthTuple], tuple[Width, ...]] = {}
+        self._choices: dict[tuple[int, TaskConstraints, WidthTuple], tuple[Width, ...]] = {}
         self._window_start: Seconds = 0.0
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
@@ -100,7 +100,7 @@ class Admission:
         reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
         return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
 
-    def widths(self, segment: int, constraints: Constraints, ran: WidthTuple) -> tuple[Width, ...]:
+    def widths(self, segment: int, constraints: TaskConstraints, ran: WidthTuple) -> tuple[Width, ...]:
         """The widths that constraints leave to a decision; `ran` so far."""
         found = self._choices.get((segment, constraints, ran))
         if found is None:
@@ -155,7 +155,7 @@ class Admission:
                 return f"accuracy_floor {floor:g} is above the best expected accuracy, {best:.4f}"
         return None
 
-    def _resolve(self, segment: int, constraints: Constraints, prefix: WidthTuple) -> tuple[Width, ...]:
+    def _resolve(self, segment: int, constraints: TaskConstraints, prefix: WidthTuple) -> tuple[Width, ...]:
         if constraints.widths is not None:
             return (constraints.widths[segment],)
         assert constraints.accuracy_floor is not None

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from slim_scheduler.core.dispatch.items import ItemFlight
 from slim_scheduler.core.queues import KeyedQueue
 from slim_scheduler.core.shape import ModelShape
-from slim_scheduler.core.types import Bytes, Constraints, ItemId, Seconds, ServerName, Task, Width, WidthTuple
+from slim_scheduler.core.types import Bytes, ItemId, Seconds, ServerName, Task, TaskConstraints, Width, WidthTuple
 
 # segment, previous width, home (where moving an activation costs), constraints with the widths they met so far
-Bounds = tuple[Constraints, WidthTuple] | None
+Bounds = tuple[TaskConstraints, WidthTuple] | None
 Key = tuple[int, Width | None, ServerName | None, Bounds]
 
 

@@ -9,7 +9,6 @@ import msgspec
 from slim_scheduler.core.messages import Reply
 from slim_scheduler.core.types import (
     Bytes,
-    Constraints,
     ItemId,
     ItemOutcome,
     Joules,
@@ -19,6 +18,7 @@ from slim_scheduler.core.types import (
     Seconds,
     ServerName,
     Task,
+    TaskConstraints,
     WidthTuple,
 )
 
@@ -42,7 +42,7 @@ class ItemFlight(msgspec.Struct, eq=False):
 
     item: ItemId
     request: "RequestFlight"
-    constraints: Constraints | None
+    constraints: TaskConstraints | None
     first: Pass | None = None
     widths: WidthTuple = ()
     servers: tuple[ServerName, ...] = ()
@@ -66,7 +66,7 @@ class ItemFlight(msgspec.Struct, eq=False):
     def go_again(self, widths: WidthTuple, margin: float) -> None:
         """Its first pass is done; from the input once more, at another width tuple."""
         self.first = Pass(self.widths, self.servers, margin, self.compute, self.energy)
-        self.constraints = Constraints(widths=widths)
+        self.constraints = TaskConstraints(widths=widths)
         self.restart()
 
 

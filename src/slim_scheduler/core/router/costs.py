@@ -88,7 +88,7 @@ def remaining_time(
     return seconds + (count * shape.input_bytes / server.bytes_per_s if segment == 0 else 0.0)
 
 
-class Prediction(NamedTuple):
+class BlockPrediction(NamedTuple):
     """Of a block on one server, in seconds: queued work before it, its link time, and by width how long it runs and
     when it is back, counted from now."""
 
@@ -127,13 +127,13 @@ class ServerCost:
         self._report: ServerReport | None = None
         self._loads: list[list[Seconds] | None] = [None] * shape.segments
 
-    def predict(self, server: ServerView, head: Head, count: int) -> Prediction:
+    def predict(self, server: ServerView, head: Head, count: int) -> BlockPrediction:
         """Of a block of so many of the head's tasks, at every width of the network."""
         backlog, transfer = self.backlog(server), self.transfer(head, count)
         ahead = backlog + transfer
         run = self._runs[head.segment, head.previous_width][count]
         loads = self.loads(server.report, head.segment)
-        return Prediction(backlog, transfer, run, [ahead + r + load for r, load in zip(run, loads, strict=True)])
+        return BlockPrediction(backlog, transfer, run, [ahead + r + load for r, load in zip(run, loads, strict=True)])
 
     def completion(self, server: ServerView, head: Head, width: Width) -> Seconds:
         """Seconds until a block of all waiting tasks, as many as fit, would be back."""

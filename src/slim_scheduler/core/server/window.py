@@ -26,7 +26,7 @@ UNHURRIED: Seconds = 1.0  # a task without deadline goes like one whose slack is
 CLOCK_SLACK: Seconds = 1e-6  # that a host's timer may be early
 
 
-class _Held:
+class _HeldKey:
     """What waits of one key. `since`: when the first of it came. `latest`: when the most urgent of it has to start.
     `more`: tasks that may yet come, by the last block's word."""
 
@@ -74,7 +74,7 @@ class BatchWindow:
         self._priority_aging = priority_aging
         self._shape = shape
         self._batch_time = batch_time
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, _HeldKey] = {}
         self._facts: dict[Key, _KeyFacts] = {}
 
     # ---- what the scheduler tells
@@ -83,7 +83,7 @@ class BatchWindow:
         """Tasks of a key joined the queue; `more` others may come soon."""
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = _Held(more)
+            held = self._held[key] = _HeldKey(more)
         held.more = more
         held.since = min(held.since, now)
         facts = self._facts_of(key)
@@ -96,7 +96,7 @@ class BatchWindow:
         """Tasks of a key left the queue, or are back. `waiting`: all that wait, each with the time at which it came."""
         before = self._held.pop(key, None)
         if waiting:
-            held = self._held[key] = _Held(0 if before is None else before.more)
+            held = self._held[key] = _HeldKey(0 if before is None else before.more)
             held.since = min([since for since, _ in waiting])
             held.latest = self._latest(self._facts_of(key), [task for _, task in waiting])
 
@@ -126,7 +126,7 @@ class BatchWindow:
 
     # ---- one key
 
-    def _due(self, held: _Held, facts: _KeyFacts) -> Seconds:
+    def _due(self, held: _HeldKey, facts: _KeyFacts) -> Seconds:
         if self._window is None and facts.came * facts.window < RATE_MEMORY:
             return held.since  # not one more task is to be expected in the window
         return min(held.since + facts.window, held.latest)

@@ -38,7 +38,16 @@ from slim_scheduler.core.types import Block, Seconds, ServerName, Task, TaskId
 from slim_scheduler.engine.clock import Timers
 from slim_scheduler.engine.cluster.activation_store import ServerActivations
 from slim_scheduler.engine.cluster.clock import SharedClock
-from slim_scheduler.engine.cluster.wire import BlockMessage, Outputs, Poll, PollReply, Step, cut, join, pieces_of
+from slim_scheduler.engine.cluster.wire import (
+    BlockMessage,
+    Poll,
+    PollReply,
+    ServerStep,
+    TaskOutputs,
+    cut,
+    join,
+    pieces_of,
+)
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.local.server import LiveServer
 
@@ -85,7 +94,7 @@ class ServerSession:
         self._fetching: set[asyncio.Task[None]] = set()
         # Of their own: those that wait for a silent server must keep nobody waiting but each other.
         self._fetchers = ThreadPoolExecutor(FETCHERS, "slim-fetch")
-        self._steps: list[Step] = []
+        self._steps: list[ServerStep] = []
         self._replies = 0
         self._news = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -135,7 +144,7 @@ class ServerSession:
                 "its activation is lost",
                 activation_lost=True,
             )
-            self._tell(Step(self._clock.now(), None, (returned,)))
+            self._tell(ServerStep(self._clock.now(), None, (returned,)))
             block = msgspec.structs.replace(block, tasks=tuple([t for t in block.tasks if t.task_id not in lost]))
         if block.tasks:
             self._take(BlockArrived(block))
@@ -159,7 +168,7 @@ class ServerSession:
             answers, self._activations.answers = self._activations.answers, []
             number = self._replies
             self._replies += 1
-        rows = tuple([Outputs.of(tasks, output.numpy()) for tasks, output in answers])
+        rows = tuple([TaskOutputs.of(tasks, output.numpy()) for tasks, output in answers])
         return PollReply(number, polled_at, time.monotonic(), self._server.memory_used, tuple(steps), rows)
 
     async def fetch(self, tasks: Sequence[TaskId], pieces: int) -> list[Any]:
@@ -262,13 +271,13 @@ class ServerSession:
                     self._timers.wake(server.name, at)
         carried = tuple([command for command in commands if isinstance(command, CARRIED)])
         if self._log:
-            self._steps.append(Step(now, event, tuple(commands)))
+            self._steps.append(ServerStep(now, event, tuple(commands)))
             if carried:
                 self._news.set()
         elif carried:
-            self._tell(Step(now, None, carried))
+            self._tell(ServerStep(now, None, carried))
 
-    def _tell(self, step: Step) -> None:
+    def _tell(self, step: ServerStep) -> None:
         self._steps.append(step)
         self._news.set()
 

@@ -48,7 +48,7 @@ class Poll(msgspec.Struct, frozen=True, array_like=True, gc=False):
     message: BlockMessage | None = None
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ServerStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One `handle` call of the server's scheduler; `event` is None where only what the dispatcher must hear matters."""
 
     at: Seconds
@@ -67,11 +67,11 @@ class PollReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     polled_at: Seconds
     replied_at: Seconds
     memory_used: Bytes
-    steps: tuple[Step, ...]
-    answers: "tuple[Outputs, ...]"
+    steps: tuple[ServerStep, ...]
+    answers: "tuple[TaskOutputs, ...]"
 
 
-class Outputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TaskOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Outputs of tasks: row i of an array is tasks[i]'s."""
 
     tasks: tuple[TaskId, ...]
@@ -80,7 +80,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: memoryview
 
     @classmethod
-    def of(cls, tasks: tuple[TaskId, ...], output: npt.NDArray[Any]) -> "Outputs":
+    def of(cls, tasks: tuple[TaskId, ...], output: npt.NDArray[Any]) -> "TaskOutputs":
         return cls(tasks, output.shape, output.dtype.str, np.ascontiguousarray(output).reshape(-1).view(np.uint8).data)
 
     @property

@@ -60,19 +60,25 @@ class CpuDevice:
             what = f"variant for previous width {previous_width} of segment {segment}"
             with self._memory.taken(size, what), cpu_memory_errors():
                 instance.build_variant(previous_width)
-        workspace = len(rows) * self._shape.workspace_bytes[segment][self._shape.index(width)]
-        self._memory.take(workspace, f"batch of {len(rows)} in segment {segment} at width {width:g}")
-        try:
-            with cpu_memory_errors():
-                return instance.run(gather(rows, "cpu"), previous_width)
-        finally:
-            self._memory.give(workspace)
+        return run_counted(self._memory, self._shape, instance, rows, previous_width)
 
     def to_host(self, output: Tensor) -> Tensor:
         return output
 
     def close(self) -> None:
         self._warm.clear()
+
+
+def run_counted(
+    memory: MemoryLedger, shape: ModelShape, instance: SegmentSlice, rows: Rows, previous_width: Width | None
+) -> Tensor:
+    """A batch in host memory, on an instance that has the variant; what it needs is counted while it runs."""
+    segment, width = instance.segment, instance.width
+    workspace = len(rows) * shape.workspace_bytes[segment][shape.index(width)]
+    with memory.taken(workspace, f"batch of {len(rows)} in segment {segment} at width {width:g}"), cpu_memory_errors():
+        output = instance.run(gather(rows, "cpu"), previous_width)
+    memory.give(workspace)
+    return output
 
 
 # How torch's CPU allocator says that memory is out: it raises a plain RuntimeError.

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Width
-from slim_scheduler.engine.activations import gather
 from slim_scheduler.engine.devices.base import MemoryLedger, Rows
-from slim_scheduler.engine.devices.cpu import cpu_memory_errors
+from slim_scheduler.engine.devices.cpu import cpu_memory_errors, run_counted
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 from slim_scheduler.model.segment_graph import GraphExporter, Prepare
 from slim_scheduler.setup.machines import compiled_shape
@@ -119,14 +118,7 @@ class GraphDevice:
         instance._programs.clear()
 
     def run(self, instance: SegmentSlice, rows: Rows, previous_width: Width | None) -> Tensor:
-        segment, width = instance.segment, instance.width
-        workspace = len(rows) * self._shape.workspace_bytes[segment][self._shape.index(width)]
-        self._memory.take(workspace, f"batch of {len(rows)} in segment {segment} at width {width:g}")
-        try:
-            with cpu_memory_errors():
-                return instance.run(gather(rows, "cpu"), previous_width)
-        finally:
-            self._memory.give(workspace)
+        return run_counted(self._memory, self._shape, instance, rows, previous_width)
 
     def to_host(self, output: Tensor) -> Tensor:
         return output
