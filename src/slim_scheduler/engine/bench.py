@@ -162,8 +162,9 @@ class _Bench:
         return waiting
 
     def _note(self, first: ItemId, done: "asyncio.Future[InferenceResult]") -> None:
-        if not done.cancelled() and done.result().logits is not None:
-            answers = done.result().logits.argmax(axis=1)  # type: ignore[union-attr]
+        logits = None if done.cancelled() else done.result().logits
+        if logits is not None:
+            answers = logits.argmax(axis=1)
             self._answers[first : first + len(answers)] = answers
 
     async def _watch(self) -> None:

@@ -87,22 +87,22 @@ class Observer:
         if type(event) is BatchReported:
             self.not_finite += len(event.not_finite)
         for command in commands:
-            kind = type(command)
-            if kind is BlockFinished:
-                self._block(command)  # type: ignore[arg-type]
-            elif kind is StartBatch:
-                self._batch(machine, command)  # type: ignore[arg-type]
-            elif kind is BatchReported:
-                self.batch_energy += command.energy_j or 0.0  # type: ignore[attr-defined]
-            elif kind is LoadInstance:
-                place = (command.segment, command.width, machine)  # type: ignore[attr-defined]
-                self.loads[place] = self.loads.get(place, 0) + 1
-            elif kind is UnloadInstance:
-                self.unloads[machine] = self.unloads.get(machine, 0) + 1
-            elif kind is RouterFellBack:
-                self._fell_back(command)  # type: ignore[arg-type]
-            elif kind is ServerChanged and not command.up:  # type: ignore[attr-defined]
-                self.outages[command.server] = self.outages.get(command.server, 0) + 1  # type: ignore[attr-defined]
+            match command:
+                case BlockFinished():
+                    self._block(command)
+                case StartBatch():
+                    self._batch(machine, command)
+                case BatchReported():
+                    self.batch_energy += command.energy_j or 0.0
+                case LoadInstance():
+                    place = (command.segment, command.width, machine)
+                    self.loads[place] = self.loads.get(place, 0) + 1
+                case UnloadInstance():
+                    self.unloads[machine] = self.unloads.get(machine, 0) + 1
+                case RouterFellBack():
+                    self._fell_back(command)
+                case ServerChanged(up=False):
+                    self.outages[command.server] = self.outages.get(command.server, 0) + 1
 
     def _block(self, block: BlockFinished) -> None:
         decision = block.decision
