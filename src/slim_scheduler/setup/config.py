@@ -132,13 +132,13 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         100_000
     )
     max_activation_mib: Annotated[
-        float, key("user", "segment 0 is held back while waiting activations take more", above=0)
+        float, key("expert", "segment 0 is held back while waiting activations take more", above=0)
     ] = 2048.0
-    heartbeat_timeout_s: Annotated[float, key("user", "a server silent for so long is out of service", above=0)] = 0.8
+    heartbeat_timeout_s: Annotated[float, key("expert", "a server silent for so long is out of service", above=0)] = 0.8
     loss_grace_s: Annotated[
         float, key("expert", "a block that reports leave out for so long was lost and is sent again", above=0)
     ] = 2.0
-    no_server_timeout_s: Annotated[float, key("user", "items fail after so long without any server", above=0)] = 30.0
+    no_server_timeout_s: Annotated[float, key("expert", "items fail after so long without any server", above=0)] = 30.0
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,8 +153,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What servers report of themselves."""
 
-    period_s: Annotated[float, key("user", "between two reports of a server", above=0)] = 0.1
-    age_s: Annotated[float, key("user", "simulated delay of reports", least=0)] = 0.0
+    period_s: Annotated[float, key("expert", "between two reports of a server", above=0)] = 0.1
+    age_s: Annotated[float, key("expert", "simulated delay of reports", least=0)] = 0.0
 
 
 FaultKind = Literal["exit", "crash", "hang", "slow", "recover", "drop-messages", "duplicate-messages", "delay-messages"]
@@ -186,7 +186,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fallback: Annotated[
         str, key("user", "decides where the router cannot; empty: `cost-model` at the middle width")
     ] = ""
-    slow_ms: Annotated[float, key("user", "a decision that takes longer suspends the router", above=0)] = 20.0
+    slow_ms: Annotated[float, key("expert", "a decision that takes longer suspends the router", above=0)] = 20.0
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
     escalation: Annotated[
         bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
@@ -281,7 +281,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decisions: Annotated[
         int, key("user", "decisions to learn from, after the warm start; 0: imitation alone", least=0)
     ] = 600_000
-    workers: Annotated[int, key("user", "processes that act, each with episodes of its own", above=0)] = 2
+    workers: Annotated[int, key("expert", "processes that act, each with episodes of its own", above=0)] = 2
     rollout_decisions: Annotated[int, key("expert", "decisions of one worker per update", above=0)] = 2048
     episode_rollouts: Annotated[int, key("expert", "rollouts after which an episode is cut", above=0)] = 4
     minibatch: Annotated[int, key("expert", "samples per gradient step", above=0)] = 1024
@@ -290,14 +290,14 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_coef: Annotated[float, key("expert", "`planned`: how strongly the width is held to the plan's next")] = 0.0
     plan_server_coef: Annotated[float, key("expert", "`planned`: the same for the server, to `lp`'s choice")] = 0.0
     plan_rho: Annotated[
-        float, key("user", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
+        float, key("expert", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
     ] = 0.89
     epsilon_max: Annotated[float | None, key("expert", "eq. 5, at the start; none: the recipe's", least=0, most=1)] = (
         None
     )
     horizon_s: Annotated[
         float | None,
-        key("user", "returns look ahead, discounted with this time constant; none: eq. 8, one step", above=0),
+        key("expert", "returns look ahead, discounted with this time constant; none: eq. 8, one step", above=0),
     ] = None
     gae_lambda: Annotated[float, key("expert", "how far returns with `horizon_s` look ahead", least=0, most=1)] = 0.97
     target_delay_s: Annotated[
@@ -317,13 +317,13 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: Annotated[
         tuple[int, int] | None, key("user", "how many copies of configured servers an episode has; none: the cluster")
     ] = None
-    slowdown: Annotated[float, key("user", "such copies are up to so many times slower", least=1)] = 1.0
+    slowdown: Annotated[float, key("expert", "such copies are up to so many times slower", least=1)] = 1.0
     warm_start: Annotated[str, key("user", "a heuristic that is imitated first")] = ""
-    warm_start_decisions: Annotated[int, key("user", "decisions of that imitation", least=0)] = 40_000
+    warm_start_decisions: Annotated[int, key("expert", "decisions of that imitation", least=0)] = 40_000
     warm_start_doubt: Annotated[float, key("expert", "share of even choices in what is imitated", least=0, most=1)] = (
         0.1
     )
-    checkpoint_updates: Annotated[int, key("user", "updates between checkpoints", above=0)] = 8
+    checkpoint_updates: Annotated[int, key("expert", "updates between checkpoints", above=0)] = 8
 
     @property
     def resolved(self) -> RouterRecipe:
