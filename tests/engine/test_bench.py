@@ -2,6 +2,7 @@
 
 import _thread
 import asyncio
+import gc
 
 import pytest
 
@@ -70,6 +71,14 @@ async def test_late_arrivals_come_together_and_leave_the_loop_its_turns():
     assert sum(in_turns) == 2000
     assert 15 <= max(in_turns) <= 25, "2 ms of arrivals, then a turn"
     assert len(in_turns) <= 2000 / 15
+
+
+def test_no_garbage_is_looked_for_while_a_run_goes_on(model_dir):
+    enabled: list[bool] = []
+    bench(workload(model_dir), "jsq:0.25", progress=lambda done, of: enabled.append(gc.isenabled()))
+    assert enabled
+    assert not any(enabled)
+    assert gc.isenabled()
 
 
 def test_a_cut_run_leaves_the_rest_in_flight(model_dir):
