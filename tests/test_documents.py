@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, and lines end where the code's do."""
+"""The documents: links and named tests exist, and lines end where the code's do."""
 
 import re
 import subprocess
@@ -24,3 +24,14 @@ def test_every_link_into_the_project_leads_to_a_file(page: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         if "://" not in target:
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_test_that_a_guarantee_names_is_there() -> None:
+    text, named = "", 0
+    for file, name in re.findall(r"`(\w+/test_\w+\.py)?(?:::(test_\w+))?`", (ROOT / "docs/guarantees.md").read_text()):
+        if file:
+            text = (ROOT / "tests" / file).read_text()
+        if name:
+            assert f"def {name}(" in text, f"{file}::{name}"
+            named += 1
+    assert named > 20
