@@ -133,7 +133,10 @@ def _lacks(sizing: "Sizing", of: "ServerSet") -> str:
 
 def _gains(needed: "ServerSet", more: "ServerSet") -> str:
     """What a further server gives and costs, against the needed ones."""
-    assert None not in (needed.accuracy, more.accuracy, needed.least_power, more.least_power)
-    points = 100 * (more.accuracy - needed.accuracy)  # type: ignore[operator]
-    watts = more.least_power - needed.least_power  # type: ignore[operator]
+    assert needed.accuracy is not None
+    assert more.accuracy is not None
+    assert needed.least_power is not None
+    assert more.least_power is not None
+    points = 100 * (more.accuracy - needed.accuracy)
+    watts = more.least_power - needed.least_power
     return f"{points:+.2f} points at best, {more.max_load - needed.max_load:+,.1f} items/s, {watts:+.1f} W"

@@ -112,7 +112,7 @@ def serve(
         certificate=str(tls_cert) if tls_cert else None,
         key=str(tls_key) if tls_key else None,
         client_ca=str(tls_client_ca) if tls_client_ca else None,
-        layout=layout,  # type: ignore[arg-type]
+        layout="NCHW" if layout == "NCHW" else "NHWC",
         seed=seed,
         drain_delay_s=drain_delay_s,
         grace_s=grace_s,

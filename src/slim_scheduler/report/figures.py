@@ -230,7 +230,8 @@ def _binned(at: Floats, values: Floats) -> tuple[Floats, Floats]:
     place = np.minimum(((at - at[0]) / max(at[-1] - at[0], 1e-9) * TIME_BINS).astype(np.int64), TIME_BINS - 1)
     count = np.bincount(place, minlength=TIME_BINS)
     kept = count > 0
-    return tuple(np.bincount(place, column, TIME_BINS)[kept] / count[kept] for column in (at, values))  # type: ignore[return-value]
+    means = [np.bincount(place, column, TIME_BINS)[kept] / count[kept] for column in (at, values)]
+    return means[0], means[1]
 
 
 def _shade_warmup(run: RunFolder, *many: Axes) -> None:

@@ -136,7 +136,10 @@ def _widths(parameters: Mapping[str, Parameter], card: ModelCard) -> WidthTuple 
 
 
 def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:
-    return tuple([min(card.widths, key=lambda served, asked=asked: abs(served - asked)) for asked in widths])  # type: ignore[misc]
+    def nearest(asked: float) -> float:
+        return min(card.widths, key=lambda served: abs(served - asked))
+
+    return tuple([nearest(asked) for asked in widths])
 
 
 def _flag(parameters: Mapping[str, Parameter], name: str, default: bool = False) -> bool:

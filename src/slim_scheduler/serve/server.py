@@ -84,7 +84,7 @@ async def running(
     live = Live(service)
     responses: list[dict[int, int]] = []
     registry = registry_of(service, responses)
-    front = HttpFront(service, Guard(access), limits, public_routes(service, registry, live))  # type: ignore[arg-type]
+    front = HttpFront(service, Guard(access), limits, public_routes(service, registry, live))
     responses.append(front.responses)
     inside = msgspec.structs.replace(access, host="127.0.0.1")
     listeners: list[HttpListener] = []
@@ -106,7 +106,7 @@ async def running(
         http = await listening(front, access, ports.http)
         management = rpc = management_rpc = None
         if ports.management is not None:
-            manager = HttpFront(service, Guard(inside), limits, management_routes(service), inference=False)  # type: ignore[arg-type]
+            manager = HttpFront(service, Guard(inside), limits, management_routes(service), inference=False)
             management = await listening(manager, inside, ports.management)
         if ports.grpc is not None:
             rpc = await listening_rpc(public_listener(service, Guard(access), limits, memory), access, ports.grpc)

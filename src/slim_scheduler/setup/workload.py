@@ -8,7 +8,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -179,11 +179,11 @@ def _require_column(path: Path, columns: Iterable[str]) -> None:
         raise TraceError(f"trace {path} has no column arrival_s (columns: {found}); name the arrival times so")
 
 
-def _checked(path: Path, rows: Iterable[tuple[str, object]]) -> Iterator[Seconds]:
+def _checked(path: Path, rows: Iterable[tuple[str, Any]]) -> Iterator[Seconds]:
     last = 0.0
     for where, value in rows:
         try:
-            time = float(value)  # type: ignore[arg-type]
+            time = float(value)
         except (TypeError, ValueError):
             raise TraceError(f"trace {path} {where}: arrival_s is {value!r}; it must be a number") from None
         if not math.isfinite(time):

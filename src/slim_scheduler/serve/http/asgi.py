@@ -6,7 +6,7 @@ piece is written with its length; one in pieces is chunked, and waits for a clie
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from slim_scheduler.serve.http.connection import Connection
@@ -16,9 +16,10 @@ from slim_scheduler.serve.refusal import DEFECT
 
 log = logging.getLogger(__name__)
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHUNKED = (b"transfer-encoding", b"chunked")
@@ -36,13 +37,13 @@ class _Exchange:
         self._chunked = False
         self.begun = self.complete = False
 
-    async def receive(self) -> Mapping[str, Any]:
+    async def receive(self) -> Message:
         if self._received:
             await asyncio.Future()  # who waits for the client to go is cancelled when it is gone
         self._received = True
         return {"type": "http.request", "body": bytes(self._request.body), "more_body": False}
 
-    async def send(self, message: Mapping[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message["status"], [(name.lower(), value) for name, value in message.get("headers", ())]
             return
