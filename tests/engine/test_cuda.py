@@ -20,10 +20,14 @@ from slim_scheduler.engine.devices.cuda import (
     exact_float32,
     gpu_index,
 )
+from slim_scheduler.setup.machines import whole_shape
 
 from .live import NETWORK, SHAPE, Watch, config_of, engine_of, expected, images
 
 LIMIT = 1 << 30
+
+
+WHOLE = whole_shape(SHAPE)
 
 
 class HostRuntime:
@@ -35,7 +39,8 @@ class HostRuntime:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.streams, self.current, self.used, self.refuse = 0, threading.local(), [], None
+        self.streams, self.current, self.used = 0, threading.local(), []
+        self.refuse = self.broken = None  # what captures raise; what captures and replays raise
 
     @contextmanager
     def thread(self):
@@ -61,11 +66,13 @@ class HostRuntime:
         return object()
 
     def capture(self, run, pool):
-        if self.refuse is not None:
-            raise self.refuse
+        if refused := self.broken or self.refuse:
+            raise refused
         captured_on, output = self.current.stream, run()
 
         def replay():
+            if self.broken is not None:
+                raise self.broken
             self.used.append((captured_on, self.current.stream))
             output.copy_(run())
 
@@ -76,7 +83,7 @@ class HostRuntime:
 
 
 def cuda_on_host(runtime=None, limit=LIMIT, max_batch=8):
-    return CudaDevice("cuda:0", runtime or HostRuntime(), NETWORK, SHAPE, max_batch, limit)
+    return CudaDevice("cuda:0", runtime or HostRuntime(), NETWORK, WHOLE, max_batch, limit)
 
 
 def inputs(segment, width, items=8):
@@ -133,20 +140,23 @@ def test_the_ledger_counts_graphs_and_kept_outputs_and_gets_all_of_it_back():
     with device.thread():
         assert device.memory_used == LIBRARY_BYTES
         instance = device.load(3, 1.0)
-        weights = device.memory_used
+        assert instance.weight_bytes + instance.variant_bytes == WHOLE.weight_bytes[3][SHAPE.index(1.0)]
+        held = device.memory_used
+        graphs = held - instance.variant_bytes - instance.weight_bytes - LIBRARY_BYTES
+        of_one = sum(device._buckets) * SHAPE.workspace_bytes[3][SHAPE.index(1.0)]
+        assert graphs > len(SHAPE.widths) * of_one, "input, output and workspace of every graph"
         rows, _ = inputs(3, 0.5)
         output = device.run(instance, rows, 0.5)
-        graphs = device.memory_used - output.nbytes - instance.variant_bytes - weights
-        assert graphs > 8 * SHAPE.workspace_bytes[3][SHAPE.index(1.0)], "input, output and workspace of the graph"
+        assert device.memory_used == held + output.nbytes
         del output
-        assert device.memory_used == weights + instance.variant_bytes + graphs
+        assert device.memory_used == held
         device.unload(instance)
     assert device.memory_used == LIBRARY_BYTES
 
 
 def test_without_memory_for_a_graph_a_batch_runs_in_what_it_needs_itself():
     at = SHAPE.index(1.0)
-    resident = LIBRARY_BYTES + SHAPE.weight_bytes[3][at] + SHAPE.variant(3, 1.0, 1.0)
+    resident = LIBRARY_BYTES + WHOLE.weight_bytes[3][at]
     device = cuda_on_host(limit=resident + 5 * SHAPE.workspace_bytes[3][at])
     rows, x = inputs(3, 1.0)
     with device.thread():
@@ -166,7 +176,7 @@ def test_graphs_of_idle_instances_make_room_for_a_load():
     with device.thread():
         first = device.load(0, 1.0)
         held = device.memory_used
-        size = SHAPE.weight_bytes[3][SHAPE.index(1.0)]
+        size = WHOLE.weight_bytes[3][SHAPE.index(1.0)]
         tight = cuda_on_host(limit=held + size // 2)
     with tight.thread():
         first = tight.load(0, 1.0)
@@ -197,16 +207,31 @@ def test_an_instance_is_captured_and_replayed_on_its_own_stream_whichever_thread
     assert len({stream for stream, _ in runtime.used}) == 2
 
 
-def test_segment_0_is_captured_before_it_is_ready():
+@pytest.mark.parametrize("segment", range(SHAPE.segments))
+def test_every_segment_is_captured_before_it_is_ready(segment):
     runtime = HostRuntime()
     device = cuda_on_host(runtime, max_batch=8)
+    runs = 0
     with device.thread():
-        instance = device.load(0, 0.5)
+        instance = device.load(segment, 0.5)
         runtime.refuse = RuntimeError("no capture may fall on a request")
-        rows, _ = inputs(0, None)
-        for size in (1, 2, 3, 8):
-            device.run(instance, rows[:size], None)
-    assert len(runtime.used) == 4
+        for previous in SHAPE.widths if segment else (None,):
+            rows, _ = inputs(segment, previous)
+            for size in (1, 2, 3, 8):
+                device.run(instance, rows[:size], previous)
+                runs += 1
+    assert len(runtime.used) == runs
+
+
+def test_graphs_are_captured_ahead_in_half_of_the_memory_alone():
+    runtime = HostRuntime()
+    limit = 3 * LIBRARY_BYTES
+    device = cuda_on_host(runtime, limit=limit, max_batch=32)
+    with device.thread():
+        instances = [device.load(segment, width) for segment in range(4) for width in SHAPE.widths]
+        largest = 32 * max(max(row) for row in SHAPE.workspace_bytes) * 2
+        assert device.memory_used <= limit / 2 + sum(map(max, WHOLE.weight_bytes)) * 4 + largest
+        assert len(instances) == 16
 
 
 def test_what_cannot_be_captured_runs_without_a_graph():
@@ -227,10 +252,10 @@ def test_a_lost_context_is_said_once_and_refused_from_then_on():
     with device.thread():
         instance = device.load(1, 0.5)
         rows, _ = inputs(1, 0.5)
-        runtime.refuse = RuntimeError("CUDA error: an illegal memory access was encountered")
+        runtime.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
         with pytest.raises(DeviceLostError, match="cuda:0 is lost: CUDA error: an illegal memory access"):
             device.run(instance, rows, 0.5)
-        runtime.refuse = None
+        runtime.broken = None
         with pytest.raises(DeviceLostError, match="must be started anew"):
             device.run(instance, rows, 0.5)
 
@@ -241,7 +266,7 @@ async def test_a_server_whose_device_is_lost_falls_silent_and_its_work_runs_else
     config = config_of(({}, {}), router={"name": "round-robin:0.5", "fallback": "jsq:0.5"})
     async with engine_of(config, recorder=watch, devices={"a": cuda_on_host(runtime, max_batch=32)}) as engine:
         await engine.infer(images(8))
-        runtime.refuse = RuntimeError("CUDA error: device-side assert triggered")
+        runtime.broken = RuntimeError("CUDA error: device-side assert triggered")
         results = await asyncio.gather(*[engine.infer(images(1, seed)) for seed in range(40)])
     for seed, result in enumerate(results):
         np.testing.assert_allclose(result.logits, expected(images(1, seed), result.items[0].widths), atol=1e-4)

@@ -134,7 +134,7 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
         shape=shape,
         facts=None if profiles is None else router_facts(config, shape, profiles),
         groups=config.router.groups,
-        accuracy=partial(_prior, config),
+        accuracy=partial(router_accuracy, config),
         measured=any((folder / file).is_file() for file in TABLE_FILES.values()),
         reward=config.reward,
         deadline=(config.workload.deadline_ms or config.workload.slo_ms) / 1e3,
@@ -144,7 +144,7 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
     )
 
 
-def _prior(config: Config) -> AccuracyTable:
+def router_accuracy(config: Config) -> AccuracyTable:
     """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
     tables = [accuracy_path(config, split) for split in ("held-out", "test")]
     return read_accuracy(next((path for path in tables if path.is_file()), Path(config.model.path)))
@@ -216,7 +216,8 @@ def device_shape(device: str, precision: str, shape: ModelShape) -> ModelShape:
     """The network's sizes in a device's memory."""
     if device.startswith(COMPILED):
         return compiled_shape(shape)
-    return shape if precision == "fp32" else halved_shape(shape)
+    shape = shape if precision == "fp32" else halved_shape(shape)
+    return whole_shape(shape) if device.startswith("cuda") else shape
 
 
 def compiled_shape(shape: ModelShape) -> ModelShape:
@@ -224,8 +225,20 @@ def compiled_shape(shape: ModelShape) -> ModelShape:
     whole = []
     for own, variants in zip(shape.weight_bytes, shape.variant_bytes, strict=True):
         whole.append(tuple(COMPILED_COPIES * sum(size + row[w] for row in variants) for w, size in enumerate(own)))
+    return _without_variants(shape, whole)
+
+
+def whole_shape(shape: ModelShape) -> ModelShape:
+    """The network's sizes where an instance has the layers for every previous width from the start."""
+    whole = []
+    for own, variants in zip(shape.weight_bytes, shape.variant_bytes, strict=True):
+        whole.append(tuple(size + sum(row[w] for row in variants) for w, size in enumerate(own)))
+    return _without_variants(shape, whole)
+
+
+def _without_variants(shape: ModelShape, weight_bytes: list[tuple[int, ...]]) -> ModelShape:
     none = tuple(tuple((0,) * len(row) for row in variants) for variants in shape.variant_bytes)
-    return msgspec.structs.replace(shape, weight_bytes=tuple(whole), variant_bytes=none)
+    return msgspec.structs.replace(shape, weight_bytes=tuple(weight_bytes), variant_bytes=none)
 
 
 def halved_shape(shape: ModelShape) -> ModelShape:

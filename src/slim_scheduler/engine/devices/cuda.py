@@ -30,6 +30,7 @@ from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 
 log = logging.getLogger(__name__)
 
+AHEAD = 0.5  # of the memory limit may be taken when a graph is captured ahead; the rest is for instances and outputs
 CAPTURE_WARM_RUNS = 3  # what torch's documentation asks for before a capture: libraries choose and allocate first
 # cuBLAS and cuDNN take workspaces that no tensor shows: 32 MiB is cuBLAS's default per stream on Hopper, 8 before.
 LIBRARY_BYTES: Bytes = 64 * 2**20
@@ -203,7 +204,10 @@ class InstanceGraphs:
 
 
 class CudaDevice:
-    """Implements `Device` on one GPU. Its ledger counts weights, variants, graphs, batches, outputs and libraries."""
+    """Implements `Device` on one GPU. Its ledger counts weights, graphs, batches, outputs and libraries.
+
+    `shape` is `setup.machines.whole_shape`'s: an instance has all its variants from the start.
+    """
 
     def __init__(
         self,
@@ -239,27 +243,33 @@ class CudaDevice:
         return self._memory.used
 
     def load(self, segment: int, width: Width) -> SegmentSlice:
-        """Segment 0 has one input shape, so its graphs are captured here; other segments' when their input is known."""
+        """Builds the layers for every previous width and captures graphs for all of them, as far as memory goes: no
+        live request waits for a capture, and profiles are measured with them."""
         size = self._shape.weight_bytes[segment][self._shape.index(width)]
         self._make_room(size)
         stream = self._runtime.stream()
         with self._memory.taken(size, f"instance of segment {segment} at width {width:g}"), self._errors():
             with self._runtime.on(stream):
                 instance = self._model.slice(segment, width, str(self._runtime.device))
+                for previous in self._previous(segment):
+                    instance.build_variant(previous)
                 if (segment, width) not in self._warm:
                     warm_up(self._model, segment, width, str(self._runtime.device))
                     self._warm.add((segment, width))
             self._runtime.wait(stream)
         state = InstanceGraphs(stream, self._runtime.pool())
-        if segment == 0:
-            with self._errors(), self._runtime.on(stream):
-                instance.build_variant(None)
-                for bucket in self._buckets:
-                    self._captured(instance, state, None, bucket)
-                self._runtime.wait(stream)
+        with self._errors(), self._runtime.on(stream):
+            for bucket in self._buckets:
+                for previous in self._previous(segment):
+                    if self._memory.used <= AHEAD * self._memory.limit:
+                        self._captured(instance, state, previous, bucket)
+            self._runtime.wait(stream)
         with self._lock:
             self._instances[id(instance)] = state
         return instance
+
+    def _previous(self, segment: int) -> tuple[Width | None, ...]:
+        return self._shape.widths if segment else (None,)
 
     def unload(self, instance: SegmentSlice) -> None:
         # Graphs hold the addresses of the weights, so they go first; then the slice's memory leaves torch's cache too.
@@ -278,7 +288,6 @@ class CudaDevice:
             state.running = True
         try:
             with self._errors(), self._runtime.on(state.stream):
-                self._build_variant(instance, previous_width)
                 bucket = bucket_of(len(rows), self._buckets)
                 ready = self._captured(instance, state, previous_width, bucket)
                 output = self._kept(len(rows), instance)
@@ -345,15 +354,6 @@ class CudaDevice:
             output = torch.empty(shape, device=self._runtime.device)
         weakref.finalize(output, self._memory.give, size)
         return output
-
-    def _build_variant(self, instance: SegmentSlice, previous_width: Width | None) -> None:
-        if instance.has_variant(previous_width):
-            return
-        size = self._shape.variant(instance.segment, previous_width, instance.width)
-        self._make_room(size)
-        what = f"variant for previous width {previous_width} of segment {instance.segment}"
-        with self._memory.taken(size, what):
-            instance.build_variant(previous_width)
 
     # Batches
 
