@@ -24,8 +24,8 @@ from slim_scheduler.core.router.learned.observation import (
 )
 from slim_scheduler.core.router.learned.planned import NOT_PLANNED
 from slim_scheduler.core.types import Decision
-from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.machines import router_accuracy
 from slim_scheduler.training.episode import Credit, Episode
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
@@ -52,7 +52,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         self._scenarios = Scenarios(self._config)
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
-        self._accuracy = read_accuracy(accuracy_path(self._config, "held-out"))
+        self._accuracy = router_accuracy(self._config)
         self._plans = PlansOf(self._accuracy, self._config.training.plan_rho)
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.resolved.reward_weight == "tasks"

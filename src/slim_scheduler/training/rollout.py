@@ -26,9 +26,8 @@ from slim_scheduler.core.router.learned.policy import Network, build_network, so
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
-from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config
-from slim_scheduler.setup.machines import build_router
+from slim_scheduler.setup.machines import build_router, router_accuracy
 from slim_scheduler.training.episode import Charges, Credit, Episode
 from slim_scheduler.training.price import CapacityPrice
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
@@ -97,7 +96,7 @@ class Actor:
         self._training = config.training
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
-        self._accuracy = read_accuracy(accuracy_path(config, "held-out"))
+        self._accuracy = router_accuracy(config)
         self._plans = PlansOf(self._accuracy, config.training.plan_rho)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
