@@ -39,7 +39,7 @@ from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.presets import preset_named
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.record.recorder import Recorder, RunInfo
-from slim_scheduler.record.summary import summarize
+from slim_scheduler.run.summary import summarize
 from slim_scheduler.setup.config import Config, config_from
 from slim_scheduler.setup.profiles import write_profile
 from slim_scheduler.setup.workload import Arrivals, generate

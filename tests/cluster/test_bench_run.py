@@ -11,7 +11,7 @@ import torch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
-from slim_scheduler.record.summary import summarize
+from slim_scheduler.run.summary import summarize
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import build_dispatcher, build_server
 from tests.cli.test_commands import interrupted

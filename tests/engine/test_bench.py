@@ -8,7 +8,7 @@ import pytest
 
 from slim_scheduler.engine.bench import bench, due
 from slim_scheduler.model import checkpoint
-from slim_scheduler.record.summary import summarize
+from slim_scheduler.run.summary import summarize
 from slim_scheduler.setup.config import Config, config_from
 
 from .live import tiny_network

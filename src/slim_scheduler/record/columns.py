@@ -1,7 +1,7 @@
 """Items and blocks of a record as numpy columns, for summaries and figures.
 
 Only reading and flattening happens here; what the columns mean is `record/table.py`'s, what is made of them
-`record/summary.py`'s and `report`'s.
+`run/summary.py`'s and `report`'s.
 """
 
 from typing import TYPE_CHECKING

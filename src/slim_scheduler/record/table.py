@@ -201,7 +201,7 @@ def _fields(**fields: str) -> dict[str, Extract]:
     return {name: column(field) for name, field in fields.items()}
 
 
-# What `record/summary.py` and the figures do without.
+# What `run/summary.py` and the figures do without.
 _NOT_IN_SUMMARY = {
     ItemOutcome.__name__: frozenset({"widths", "servers", "queue_s", "compute_s", "energy_j", "reason"}),
     m.BlockFinished.__name__: frozenset(

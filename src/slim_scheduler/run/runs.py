@@ -16,7 +16,7 @@ from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import ItemId, WidthTuple
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record
-from slim_scheduler.record.summary import summarize
+from slim_scheduler.run.summary import summarize
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import Interruption, deferred, sigterm_as_ctrl_c

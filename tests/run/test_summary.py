@@ -17,7 +17,7 @@ from slim_scheduler.core.reward import block_reward
 from slim_scheduler.core.types import Decision, ItemOutcome, Outcome, Request
 from slim_scheduler.core.view import ServerReport
 from slim_scheduler.record.recorder import Recorder, RunInfo
-from slim_scheduler.record.summary import summarize
+from slim_scheduler.run.summary import summarize
 from slim_scheduler.setup.config import Config, RewardConfig, ServerConfig, WorkloadConfig
 
 CONFIG = Config(
