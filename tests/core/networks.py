@@ -64,10 +64,19 @@ def dispatcher(
     accuracy=None,
     escalation=None,
     calibration=None,
+    order=None,
     **limits,
 ) -> Dispatcher:
     made = Dispatcher(
-        DispatchLimits(**limits), SHAPE, router or jsq(), jsq(), default_rng(0), accuracy, escalation, calibration
+        DispatchLimits(**limits),
+        SHAPE,
+        router or jsq(),
+        jsq(),
+        default_rng(0),
+        accuracy,
+        escalation,
+        calibration,
+        order,
     )
     for server in servers:
         made.handle(ServerJoined(server, credit), 0.0)

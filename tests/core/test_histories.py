@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from slim_scheduler.core.dispatch.limits import DispatchLimits
+from slim_scheduler.core.dispatch.order import Order, RemainingTime
 from slim_scheduler.core.messages import (
     BatchDone,
     BatchFailed,
@@ -284,10 +285,13 @@ class DispatcherHistory(RuleBasedStateMachine):
         assert sent.tasks
         assert self.dispatcher.servers[sent.server].up, "sent to a server that is out of service"
         assert len({(t.segment, t.previous_width) for t in sent.tasks}) == 1, "a block mixes keys"
-        entered = [t.entered for t in sent.tasks if t.priority == 0]
-        assert entered == sorted(entered), "not in FIFO order"
+        self.in_order(sent.tasks)
         for t in sent.tasks:
             self.at_server[sent.server][t.task_id] = sent
+
+    def in_order(self, tasks):
+        entered = [t.entered for t in tasks if t.priority == 0]
+        assert entered == sorted(entered), "not in FIFO order"
 
     @rule(gap=gaps, items=st.integers(1, 3), deadline=st.sampled_from([None, None, 0.04, LONGEST_DEADLINE]),
           priority=st.sampled_from([0, 0, 1]), fixed=st.booleans(), alone=st.booleans())  # fmt: skip
@@ -411,6 +415,43 @@ class EscalationHistory(DispatcherHistory):
         return commands
 
 
+class OrderHistory(EscalationHistory):
+    """The same where the shortest is next, or the one with the least slack."""
+
+    BOUND = 0.4
+    by_slack = False
+
+    def __init__(self):
+        super().__init__()
+        self.latest = 0.0  # when the youngest came that was the next one so far
+        self.sent_at = {}
+        batch = [{width: 0.2 * width for width in WIDTHS}] * SEGMENTS
+        self.dispatcher = dispatcher(
+            self.router(),
+            servers=("a", "b", "c"),
+            credit=6,
+            max_waiting_items=25,
+            escalation=FixedEscalation((1.0,) * SEGMENTS, 0.5),
+            order=Order(RemainingTime(batch), self.BOUND, self.by_slack),
+        )
+
+    def in_order(self, tasks):
+        places = [(t.arrival, t.task_id) for t in tasks if t.priority == 0]
+        assert places == sorted(places), "not in order"
+        for t in tasks:
+            assert t.entered <= t.arrival <= t.entered + self.BOUND
+            tried = t.entered <= self.sent_at.get(t.item, -1.0)  # and passed while it was away
+            if t.priority == 0 and not tried:
+                assert self.latest <= t.entered + self.BOUND, "passed by one that came later than the bound"
+            self.sent_at[t.item] = self.now
+        if tasks[0].priority == 0:
+            self.latest = max(self.latest, tasks[0].entered)
+
+
+class SlackHistory(OrderHistory):
+    by_slack = True
+
+
 class RandomRouterHistory(DispatcherHistory):
     """The same with the router that holds its head for a full server."""
 
@@ -440,6 +481,8 @@ def test_a_head_held_for_a_full_server_goes_on_when_word_of_cancelled_tasks_was_
         (AutomaticWindowHistory, HISTORIES // 2),
         (DispatcherHistory, HISTORIES),
         (EscalationHistory, HISTORIES),
+        (OrderHistory, HISTORIES // 2),
+        (SlackHistory, HISTORIES // 2),
         (RandomRouterHistory, HISTORIES // 4),
     ],
 )

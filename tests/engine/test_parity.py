@@ -7,26 +7,41 @@ import numpy as np
 import pytest
 
 from slim_scheduler.core.messages import BatchDone, InstanceUnloaded, Reply, RequestCancelled, RequestOffered, WakeAt
+from slim_scheduler.core.profile import Latency, Profile
 from slim_scheduler.core.server.scheduler import RETURN
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape
+from tests.sim.devices import small_profile
 
 from .live import SHAPE, Watch, config_of, engine_of, images
 
 
+def made_up_profile() -> Profile:
+    """Of the tiny network: orders other than first come first served need one."""
+    rows = [
+        Latency(segment, previous, width, (0.001 * width, 0.008 * width))
+        for segment in range(SHAPE.segments)
+        for previous in (SHAPE.widths if segment else (None,))
+        for width in SHAPE.widths
+    ]
+    return small_profile(model=SHAPE.name, latency_rows=tuple(rows))
+
+
 @pytest.mark.parametrize(
-    ("router", "reentry", "slowdown", "window"),
+    ("router", "reentry", "slowdown", "window", "queue"),
     [
-        ("random", "back", 2.0, 0.0),
-        ("random", "back", 2.0, 3.0),
-        ("random", "oldest-item", 30.0, 3.0),
-        ("jsq:0.5+1@0.9", "back", 2.0, 0.0),
+        ("random", "back", 2.0, 0.0, "fifo"),
+        ("random", "back", 2.0, 3.0, "fifo"),
+        ("random", "oldest-item", 30.0, 3.0, "fifo"),
+        ("jsq:0.5+1@0.9", "back", 2.0, 0.0, "fifo"),
+        ("jsq:0.5+1@0.9", "back", 2.0, 0.0, "shortest"),
+        ("random", "back", 2.0, 3.0, "least-slack"),
     ],
 )
-async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, router, reentry, slowdown, window):
+async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, router, reentry, slowdown, window, queue):
     config = config_of(
         (
             {"batch_window_ms": window},
@@ -35,7 +50,7 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
         ),
         router={"name": router, "fallback": "jsq:0.5", "groups": [1, 4, 16]},
         telemetry={"period_s": 0.02},
-        dispatch={"max_waiting_items": 150, "reentry": reentry},
+        dispatch={"max_waiting_items": 150, "reentry": reentry, "queue": queue},
     )
     recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
     watch = Watch()
@@ -45,7 +60,8 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
             recorder.step(machine, now, event, commands)
             watch.step(machine, now, event, commands)
 
-    async with engine_of(config, seed=7, recorder=Both()) as engine:
+    profiles = {server.name: made_up_profile() for server in config.servers}
+    async with engine_of(config, seed=7, recorder=Both(), profiles=profiles) as engine:
         for burst in range(4):
             futures = [
                 engine.submit(images(1 + i % 3), deadline_s=0.05 if i % 5 == 0 else None, priority=i % 2)
@@ -61,8 +77,8 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
     assert bool(held) == (reentry == "oldest-item"), "after a long batch its items come before younger ones"
     recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router=router, seed=7))
 
-    machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
-    machines["dispatcher"] = build_dispatcher(live, SHAPE, router, None, 7)
+    machines = {name: build_server(live, name, SHAPE, profile=profile) for name, profile in profiles.items()}
+    machines["dispatcher"] = build_dispatcher(live, SHAPE, router, profiles, 7)
     assert replayed(tmp_path, machines) == len(watch.steps) > 500
     ended = [item for _, _, _, commands in watch.steps for c in commands if isinstance(c, Reply) for item in c.items]
     assert ("+" in router) == any(item.passes == 2 for item in ended)

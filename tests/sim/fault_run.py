@@ -205,6 +205,8 @@ def _cluster(rng: Generator, folder: Path) -> Config:
             "heartbeat_timeout_s": 3 * period,
             "loss_grace_s": float(rng.uniform(0.1, 0.5)),
             "no_server_timeout_s": float(rng.uniform(0.5, 2.0)),
+            "queue": str(rng.choice(["fifo", "shortest", "least-slack"])),
+            "queue_bound_s": 0.3,
         },
         router={"groups": [1, 4, 8]},
         workload={"duration_s": DURATION},

@@ -24,9 +24,9 @@ EVERYTHING = {
 }
 
 
-def everything(folder: Path) -> Config:
+def everything(folder: Path, **parts: object) -> Config:
     servers = [{"batch_window_ms": "auto"}, {"slowdown": 1.5}, {"max_concurrent_batches": 2, "batch_window_ms": 20.0}]
-    return small_cluster(folder, servers, **EVERYTHING)
+    return small_cluster(folder, servers, **EVERYTHING, **parts)
 
 
 def recorder() -> Recorder:
@@ -37,10 +37,11 @@ def hash_of(kept: Recorder) -> str:
     return record_hash(kept.record(RunInfo(mode="simulated", router="any")))
 
 
-def hash_of_run(folder: Path, router: str, seed: int) -> str:
+def hash_of_run(folder: Path, router: str, seed: int, **parts: object) -> str:
     kept = recorder()
-    arrivals = generate(everything(folder).workload, seed, 1)
-    Simulation(everything(folder), router, seed, recorder=kept, arrivals=arrivals, margin=margin_of).run()
+    config = everything(folder, **parts)
+    arrivals = generate(config.workload, seed, 1)
+    Simulation(config, router, seed, recorder=kept, arrivals=arrivals, margin=margin_of).run()
     return hash_of(kept)
 
 
@@ -48,6 +49,13 @@ def hash_of_run(folder: Path, router: str, seed: int) -> str:
 def test_same_seed_gives_the_same_record_and_another_seed_another(tmp_path: Path, router: str) -> None:
     assert hash_of_run(tmp_path, router, 4) == hash_of_run(tmp_path, router, 4)
     assert hash_of_run(tmp_path, router, 4) != hash_of_run(tmp_path, router, 5)
+
+
+@pytest.mark.parametrize("queue", ["shortest", "least-slack"])
+def test_an_order_of_its_own_gives_the_same_record_and_another_than_first_come_first_served(tmp_path, queue) -> None:
+    router = "cost-model:0.5+1@0.5"
+    ordered = hash_of_run(tmp_path, router, 4, dispatch={"queue": queue})
+    assert ordered == hash_of_run(tmp_path, router, 4, dispatch={"queue": queue}) != hash_of_run(tmp_path, router, 4)
 
 
 @pytest.mark.parametrize("router", ["lp", "ppo:examples/demo/policies/balanced"])

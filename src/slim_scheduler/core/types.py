@@ -72,8 +72,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     """One segment of one item, ready to run.
 
     `task_id` is new for every attempt, so an answer to an attempt that was given up is recognised and dropped.
-    `home` is the server that holds the activation (None: the input, at the dispatcher). `arrival`, where given, is its
-    item's, and its place in every queue. `again`: it is of its item's second pass.
+    `home` is the server that holds the activation (None: the input, at the dispatcher). `arrival`, where given, is when
+    it counts as having come, in every queue. `again`: it is of its item's second pass.
     """
 
     task_id: TaskId

@@ -33,7 +33,7 @@ class ServerReport(msgspec.Struct, frozen=True, gc=False):
     `made_at` is on the dispatcher's clock; `incarnation` grows when the server lost its state (a restart).
     `open_blocks` are the blocks of which it still holds unfinished tasks: the dispatcher finds lost messages by
     comparing. `batch_p50` and `batch_p99` are percentiles over recent batches of the time from a task's arrival at the
-    server (its item's arrival, where tasks keep their item's place) to its result.
+    server (where it counts as having come at another time, from that) to its result.
     """
 
     server: ServerName

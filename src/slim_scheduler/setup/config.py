@@ -128,6 +128,17 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reentry: Annotated[
         Literal["back", "oldest-item"], key("paper", "where the next segment's task enters the global FIFO")
     ] = "back"
+    queue: Annotated[
+        Literal["fifo", "shortest", "least-slack"],
+        key(
+            "user",
+            "the waiting task that is next: the first that came, the one with the least computing left, the one with "
+            "the least time to spare before its deadline",
+        ),
+    ] = "fifo"
+    queue_bound_s: Annotated[
+        float, key("expert", "other than `fifo`: no task is passed by one that came so much later", above=0)
+    ] = 0.5
     max_waiting_items: Annotated[int, key("user", "new arrivals are refused beyond so many waiting items", above=0)] = (
         100_000
     )

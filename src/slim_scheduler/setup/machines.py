@@ -14,17 +14,18 @@ from numpy.random import Generator, SeedSequence, default_rng
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.dispatch.dispatcher import Dispatcher
 from slim_scheduler.core.dispatch.limits import DispatchLimits
-from slim_scheduler.core.errors import CheckpointError, ProfileError
+from slim_scheduler.core.dispatch.order import Order, RemainingTime
+from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
-from slim_scheduler.core.router.costs import items_per_second
+from slim_scheduler.core.router.costs import batch_seconds, items_per_second
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup import routers
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, accuracy_path, read_accuracy
-from slim_scheduler.setup.config import Config, ServerConfig
+from slim_scheduler.setup.config import Config, DispatchConfig, ServerConfig
 from slim_scheduler.setup.profiles import profile_name, read_profile
 from slim_scheduler.setup.routers import RouterInputs, parse_router
 
@@ -180,7 +181,18 @@ def build_dispatcher(
         escalation = routers.build_escalation(router, inputs)
     fallback = routers.build_router(inputs.fallback, inputs)
     calibration = None if accuracy is None else accuracy.calibration
-    return Dispatcher(limits, shape, router, fallback, run_rng(seed, "router"), accuracy, escalation, calibration)
+    rng, order = run_rng(seed, "router"), _order(dispatch, inputs.facts)
+    return Dispatcher(limits, shape, router, fallback, rng, accuracy, escalation, calibration, order)
+
+
+def _order(dispatch: DispatchConfig, facts: RouterFacts | None) -> Order | None:
+    """None: the first that came is next."""
+    queue = dispatch.queue
+    if queue == "fifo":
+        return None
+    if facts is None:
+        raise ConfigError(f'dispatch.queue "{queue}" needs every server\'s profile; measure them with `slim measure`')
+    return Order(RemainingTime(batch_seconds(facts)), dispatch.queue_bound_s, by_slack=queue == "least-slack")
 
 
 def build_server(

@@ -20,6 +20,7 @@ from slim_scheduler.core.dispatch.items import ItemFlight, Ledger
 from slim_scheduler.core.dispatch.limits import DispatchLimits
 from slim_scheduler.core.dispatch.membership import Membership
 from slim_scheduler.core.dispatch.offers import IN_HAND, PAUSE
+from slim_scheduler.core.dispatch.order import Order
 from slim_scheduler.core.dispatch.recovery import Retries
 from slim_scheduler.core.dispatch.second_pass import SecondPass
 from slim_scheduler.core.messages import (
@@ -79,7 +80,8 @@ class _Held(NamedTuple):
 
 class Dispatcher:
     """Global FIFO and routing. `accuracy` resolves accuracy floors, `calibration` confidence floors; without them such
-    requests are refused. `escalation` says which other items run again; without it none does."""
+    requests are refused. `escalation` says which other items run again; without it none does. `order`: which waiting
+    task is next, where it is not the first that came."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class Dispatcher:
         accuracy: AccuracyPrior | None = None,
         escalation: Escalation | None = None,
         calibration: Calibration | None = None,
+        order: Order | None = None,
     ) -> None:
         self._limits = limits
         self.escalates = escalation is not None
@@ -109,7 +112,9 @@ class Dispatcher:
             limits.home_matters,
             limits.priority_aging,
             limits.reentry_back,
+            order,
         )
+        self._order = order
         self._commands: list[DispatcherCommand] = []
         tell = self._commands.append
         self._retries = Retries(limits, self._ledger, self._fifo, self._fleet, tell)
@@ -365,6 +370,8 @@ class Dispatcher:
                 sent.latency += now - task.entered
                 sent.ran.append((task.item, flight.widths))
                 ran.append(flight)
+        if self._order is not None and ran and ran[0].constraints is None:
+            self._order.remaining.ran(event.segment, event.width, len(ran))
         if ran and event.segment < self._shape.segments - 1:
             self._fifo.go_on(ran, event.segment, event.width, now)
         else:
@@ -384,6 +391,8 @@ class Dispatcher:
                 self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
                 continue
             second = self._second_pass.widths(flight, margin, now)
+            if self._order is not None and flight.first is None:
+                self._order.remaining.first_ended(second)
             if second is None or margin is None:
                 self._admission.completed(now)
                 self._retries.end(flight, Outcome.ANSWERED, now, margin=margin)

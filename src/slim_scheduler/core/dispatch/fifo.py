@@ -1,4 +1,4 @@
-"""The global FIFO: every task that waits for a routing decision, and the activation bytes that waiting work holds.
+"""The global queue: every task that waits for a routing decision, and the activation bytes that waiting work holds.
 
 Owns the order, the keys and the bound on activations (segment 0 is held back while they are at their limit, a
 continuing task never is). What is decided about the head is the dispatcher's.
@@ -7,6 +7,7 @@ continuing task never is). What is decided about the head is the dispatcher's.
 from collections.abc import Sequence
 
 from slim_scheduler.core.dispatch.items import ItemFlight
+from slim_scheduler.core.dispatch.order import Order
 from slim_scheduler.core.queues import KeyedQueue
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, ItemId, Seconds, ServerName, Task, TaskConstraints, Width, WidthTuple
@@ -17,7 +18,8 @@ Key = tuple[int, Width | None, ServerName | None, Bounds]
 
 
 class GlobalFifo:
-    """Waiting tasks by key. `items` is the ledger's map of items in flight."""
+    """Waiting tasks by key, first come first served unless there is an `order`. `items` is the ledger's map of items in
+    flight."""
 
     def __init__(
         self,
@@ -27,6 +29,7 @@ class GlobalFifo:
         home_matters: bool,
         priority_aging: Seconds,
         reentry_back: bool,
+        order: Order | None = None,
     ) -> None:
         self._items = items
         self._queue: KeyedQueue[Key] = KeyedQueue()
@@ -38,6 +41,7 @@ class GlobalFifo:
         self._home_matters = home_matters
         self._priority_aging = priority_aging
         self._reentry_back = reentry_back
+        self._order = order
         self._last_task = 0
 
     def __len__(self) -> int:
@@ -49,6 +53,8 @@ class GlobalFifo:
         self._last_task += 1
         previous_width = flight.widths[-1] if flight.widths else None
         arrival = None if self._reentry_back else request.arrival
+        if self._order is not None:
+            arrival = self._order.counts_from(flight, segment, entered if arrival is None else arrival)
         task = Task(
             self._last_task,
             flight.item,
@@ -74,13 +80,13 @@ class GlobalFifo:
 
         It is `enter` for each; those alike are queued at once.
         """
-        segment, home, back = done + 1, flights[0].home, self._reentry_back
+        segment, home, alone = done + 1, flights[0].home, self._order is not None or not self._reentry_back
         key: Key = (segment, width, home if self._home_matters else None, None)
         self._hold_all(flights, self._activation[done][width])
         alike: list[Task] = []
         for flight in flights:
             request = flight.request.request
-            if back and flight.constraints is None and not request.priority:
+            if not alone and flight.constraints is None and not request.priority:
                 self._last_task = number = self._last_task + 1
                 task = flight.task = Task(number, flight.item, segment, width, home, now, request.deadline, 0)
                 flight.waiting = True

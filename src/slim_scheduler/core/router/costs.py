@@ -75,6 +75,21 @@ def full_batch_time(facts: RouterFacts) -> Seconds:
     return sum(times) / len(times)
 
 
+def batch_seconds(facts: RouterFacts) -> list[dict[Width, Seconds]]:
+    """Time of a full batch by segment and width: the mean over servers and previous widths."""
+    widths = facts.shape.widths
+
+    def mean(segment: int, width: Width) -> Seconds:
+        times = [
+            server.slowdown * server.latency.seconds(segment, previous, width, server.max_batch)
+            for server in facts.servers.values()
+            for previous in (widths if segment else (None,))
+        ]
+        return sum(times) / len(times)
+
+    return [{width: mean(segment, width) for width in widths} for segment in range(facts.shape.segments)]
+
+
 def remaining_time(
     facts: RouterFacts, server: ServerFacts, segment: int, previous: Width | None, widths: WidthTuple, count: int
 ) -> Seconds:
