@@ -1,4 +1,4 @@
-"""The execution engines beside torch: the CIFAR-100 network, end to end on one CPU thread, at two widths and batches.
+"""The execution engines beside torch: both shipped networks, end to end on one CPU thread, at two widths and batches.
 
 All engines take turns batch by batch in one process, and the least of several runs counts, so that what else the
 machine does falls on all. `ours` is an engine's time per batch, `theirs` torch's, and the ratio torch's over ours.
@@ -18,9 +18,10 @@ from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel
 from slim_scheduler.model.shape import shape_of
 
-MODEL = Path(__file__).parents[1] / "models" / "cifar100"
+MODELS = Path(__file__).parents[1] / "models"
+NETWORKS = ("cifar100", "digits")
 TORCH = ("cpu", "fp32")
-ENGINES = (("onnxruntime:CPU", "fp32"), ("openvino:CPU", "fp32"), ("openvino:CPU", "bf16"))
+ENGINES = (("cpu", "bf16"), ("onnxruntime:CPU", "fp32"), ("openvino:CPU", "fp32"), ("openvino:CPU", "bf16"))
 WIDTHS = (0.25, 1.0)
 BATCHES = (1, 32)
 ROUNDS = 9
@@ -28,7 +29,11 @@ MEMORY = 2 << 30
 
 
 def run() -> dict[str, dict[str, Any]]:
-    model = load_model(MODEL)
+    return {key: row for network in NETWORKS for key, row in _table(network).items()}
+
+
+def _table(network: str) -> dict[str, dict[str, Any]]:
+    model = load_model(MODELS / network)
     shape = shape_of(model)
     devices: dict[tuple[str, str], Device] = {}
     for name, precision in (TORCH, *ENGINES):
@@ -49,7 +54,7 @@ def run() -> dict[str, dict[str, Any]]:
                     least[kind] = min(least[kind], _seconds(device, instances[kind], items, width))
             for name, precision in ENGINES:
                 if (name, precision) in least:
-                    results[f"engines_{name}_{precision}_width{width:g}_batch{batch}"] = {
+                    results[f"engines_{network}_{name}_{precision}_width{width:g}_batch{batch}"] = {
                         "ratio": least[TORCH] / least[name, precision],
                         "ours": round(1e3 * least[name, precision], 3),
                         "theirs": round(1e3 * least[TORCH], 3),

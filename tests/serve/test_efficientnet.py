@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,8 +23,10 @@ from PIL import Image
 
 from slim_scheduler.client.client import SlimClient
 from slim_scheduler.client.load import load
-from slim_scheduler.engine.automatic import largest_batch
-from slim_scheduler.setup.profiles import read_profile
+from slim_scheduler.engine.automatic import automatic_config
+from slim_scheduler.run.runs import simulated_run
+from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.machines import carried_by_width
 from tests.serve.conftest import ROOT, STARTED, Running
 from tests.serve.test_page import CHROMIUM, READY, until
 from tests.serve.wire import metrics
@@ -185,14 +188,65 @@ def shown(page: object) -> np.ndarray:
     return np.array([counts.get(str(rank), 0.0) for rank in (1, 2, 3)])
 
 
-def test_rank_follows_the_load(running: Running, cache: Path, page: object) -> None:
-    """Calm: the largest network. A surge that it could not carry: the smallest. Calm again: the largest again."""
-    (path,) = (cache / "slim-scheduler/profiles").iterdir()
-    profile = read_profile(path)
-    batch = largest_batch(profile)
-    at = profile.batches.index(batch)
-    most = {row.width: batch / row.mean[at] for row in profile.latency_rows}  # items per second in full batches
+@pytest.fixture(scope="module")
+def found(cache: Path) -> Config:
+    """The configuration that `slim serve` found for these files, its measured profile with it."""
+    (manifest,) = (cache / "slim-scheduler/families").glob("*/lite/manifest.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        config, said = automatic_config(manifest.parent)
+    assert "profile kept" in said[0]
+    return config
+
+
+def carried(config: Config) -> dict[float, float]:
+    """Items per second of each rank in full batches, by the profile."""
+    most = carried_by_width(config)
     assert most[1.0] > 1.3 * most[3.0], "the small network is not much faster here: nothing to choose"
+    return most
+
+
+def test_rank_follows_the_load_that_the_measured_profile_carries(
+    running: Running, found: Config, tmp_path: Path
+) -> None:
+    """Calm: the largest network. A surge that it could not carry: the smallest. Calm again: the largest again.
+
+    Simulated with the profile that was measured here: whatever else the machine does now has no part in it.
+    """
+    most = carried(found)
+    calm, surge = 0.1 * most[3.0], 0.5 * (most[1.0] + most[3.0])
+    minute = 1000 / most[3.0]  # as many seconds as the large network takes for a thousand items
+
+    def shares(number: int, *stages: float) -> dict[str, float]:
+        """Of the ranks that answered in the second half of the last stage."""
+        steps = tuple((minute, rate / calm) for rate in stages)
+        seconds = minute * len(stages)
+        workload = msgspec.structs.replace(
+            found.workload, kind="steps", rate=calm, steps=steps, duration_s=seconds, warmup_s=seconds - minute / 2
+        )
+        summary = simulated_run(
+            msgspec.structs.replace(found, workload=workload), found.router.name, 0, tmp_path / str(number)
+        )
+        return {rank: summary["width_share"].get(rank, 0.0) for rank in "123"}
+
+    assert found.router.name == "lp"
+    assert shares(0, calm)["3"] > 0.9
+    assert shares(1, calm, surge)["1"] > 0.5
+    assert shares(2, calm, surge, calm)["3"] > 0.9
+
+
+def test_the_page_shows_which_ranks_answered(running: Running, page: object) -> None:
+    for rank in (1, 2, 3):
+        best(running, "coffee", rank, 1)
+    page.wait_for_timeout(1500)  # type: ignore[attr-defined]
+    assert (ranks(running) > 0).all()
+    assert (shown(page) == ranks(running)).all()
+
+
+@pytest.mark.accept
+def test_rank_follows_the_load_live(running: Running, found: Config, page: object) -> None:
+    """The same with requests, on the page in a browser. It needs a machine that does nothing else."""
+    most = carried(found)
     surge = 0.5 * (most[1.0] + most[3.0])
 
     def phase(rate: float, seconds: float) -> np.ndarray:
