@@ -37,7 +37,7 @@ class RolloutWorkers:
     def _answer(self, worker: int) -> Rollout:
         try:
             answer = self._pipes[worker].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             code = self._processes[worker].exitcode
             raise SlimError(f"training worker {worker} ended with {code}; run `slim train` again to resume") from None
         if isinstance(answer, BaseException):
