@@ -17,7 +17,12 @@ def write_bound_figure(points: Sequence[FrontierPoint], path: Path) -> None:
         figure.set_size_inches(2 * FIGURE_SIZE[0], FIGURE_SIZE[1])
         left, right = figure.subplots(1, 2)
         # The last plan of a load is its most accurate.
-        left.plot(list(by_load), [100 * plans[-1].accuracy for plans in by_load.values()], marker="o")
+        left.plot(list(by_load), [100 * plans[-1].accuracy for plans in by_load.values()], marker="o", label="one pass")
+        again = {p.load_items_s: 100 * p.again.accuracy for p in points if p.again is not None}
+        if again:
+            color, dash = series(1)
+            left.plot(*zip(*again.items(), strict=True), color=color, linestyle=dash, marker="o", label="two passes")
+            left.legend()
         left.set(xlabel="load, items/s", ylabel="highest accuracy, %")
         for i, (load, plans) in enumerate(by_load.items()):
             color, dash = series(i)
