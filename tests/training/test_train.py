@@ -22,7 +22,7 @@ from slim_scheduler.setup.policy_files import read_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, UpdateStats, warnings
 from slim_scheduler.training.ppo import fresh_network, joint_log_prob, tensors, train
-from slim_scheduler.training.rollout import Actor, Order
+from slim_scheduler.training.rollout import Actor, RolloutOrder
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
 
@@ -175,7 +175,7 @@ def test_who_acts_and_who_learns_have_one_policy(tmp_path, recipe):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
-        steps = Actor(config, 0, 0).collect(Order(network.arrays(), 0, 0, 200)).steps
+        steps = Actor(config, 0, 0).collect(RolloutOrder(network.arrays(), 0, 0, 200)).steps
         inputs, action, epsilon, allowed = tensors(steps)
         out = network(inputs)
         likelihood = joint_log_prob(out, action, epsilon, allowed)
@@ -187,7 +187,7 @@ def test_who_acts_and_who_learns_have_one_policy(tmp_path, recipe):
 def test_rollouts_follow_from_seed_and_update(tmp_path):
     config = load_config(config_file(tmp_path / "cluster"))
 
-    order = Order(fresh_network(config, 0).arrays(), update=2, decided=400, decisions=100)
+    order = RolloutOrder(fresh_network(config, 0).arrays(), update=2, decided=400, decisions=100)
     first, again = Actor(config, 5, 1).collect(order), Actor(config, 5, 1).collect(order)
     assert (first.steps.action == again.steps.action).all()
     assert (first.steps.shared == again.steps.shared).all()
@@ -203,7 +203,7 @@ def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):
     actor = Actor(config, 0, 0)
     sizes = set()
     for update in range(0, 16, 2):
-        steps = actor.collect(Order(parameters, update, 0, 30)).steps
+        steps = actor.collect(RolloutOrder(parameters, update, 0, 30)).steps
         assert steps.servers.shape[1] == 5
         assert not (steps.server_mask & ~steps.present).any()
         sizes |= set(steps.present.sum(1).tolist())

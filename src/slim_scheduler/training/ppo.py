@@ -31,7 +31,7 @@ from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, w
 from slim_scheduler.training.curves import Curves, UpdateReport, UpdateStats, describe
 from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
 from slim_scheduler.training.returns import SMALL, Horizon, Reals, RewardScale, Samples, Trajectory
-from slim_scheduler.training.rollout import Order, Steps
+from slim_scheduler.training.rollout import RolloutOrder, Steps
 from slim_scheduler.training.scenario import Scenarios
 from slim_scheduler.training.workers import RolloutWorkers
 
@@ -76,7 +76,7 @@ def train(
         for update in range(state.update, last):
             began = time.perf_counter()
             imitating = update < warm
-            order = Order(
+            order = RolloutOrder(
                 parameters=ppo.network.arrays(),
                 update=update,
                 decided=decided,

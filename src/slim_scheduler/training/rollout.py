@@ -78,7 +78,7 @@ class Rollout(NamedTuple):
     memory: float  # largest share of a server's memory budget in use
 
 
-class Order(NamedTuple):
+class RolloutOrder(NamedTuple):
     """What a worker is asked for. `decided` counts the decisions before this update; `teacher` acts, if named."""
 
     parameters: Mapping[str, Floats]
@@ -108,7 +108,7 @@ class Actor:
         self._number = 0  # of the worker's last decision
         self._before = 0  # decisions of episodes before this one
 
-    def collect(self, order: Order) -> Rollout:
+    def collect(self, order: RolloutOrder) -> Rollout:
         training = self._training
         if order.update % training.episode_rollouts == 0:
             stream = (self._seed, self._worker, order.update, bool(order.teacher))

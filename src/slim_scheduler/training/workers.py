@@ -11,7 +11,7 @@ from types import TracebackType
 
 from slim_scheduler.core.errors import SlimError
 from slim_scheduler.setup.config import Config
-from slim_scheduler.training.rollout import Actor, Order, Rollout
+from slim_scheduler.training.rollout import Actor, Rollout, RolloutOrder
 
 
 class RolloutWorkers:
@@ -29,7 +29,7 @@ class RolloutWorkers:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def collect(self, order: Order) -> list[Rollout]:
+    def collect(self, order: RolloutOrder) -> list[Rollout]:
         for pipe in self._pipes:
             pipe.send(order)
         return [self._answer(worker) for worker in range(len(self._pipes))]
