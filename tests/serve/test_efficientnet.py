@@ -24,9 +24,11 @@ from PIL import Image
 from slim_scheduler.client.client import SlimClient
 from slim_scheduler.client.load import load
 from slim_scheduler.engine.automatic import automatic_config
+from slim_scheduler.model.family import load_family_manifest
 from slim_scheduler.run.runs import simulated_run
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import carried_by_width
+from slim_scheduler.setup.profiles import read_profile, write_profile
 from tests.serve.conftest import ROOT, STARTED, Running
 from tests.serve.test_page import CHROMIUM, READY, until
 from tests.serve.wire import metrics
@@ -206,13 +208,26 @@ def carried(config: Config) -> dict[float, float]:
     return most
 
 
-def test_rank_follows_the_load_that_the_measured_profile_carries(
-    running: Running, found: Config, tmp_path: Path
-) -> None:
+def test_rank_follows_the_load(running: Running, found: Config, tmp_path: Path) -> None:
     """Calm: the largest network. A surge that it could not carry: the smallest. Calm again: the largest again.
 
-    Simulated with the profile that was measured here: whatever else the machine does now has no part in it.
+    Simulated, with times that follow from the networks' multiply-adds: what else the machine does has no part in it.
     """
+    (server,) = found.servers
+    assert server.profile is not None
+    profile, manifest = read_profile(Path(server.profile)), load_family_manifest(found.model.path)
+
+    def seconds(rank: float) -> tuple[float, ...]:
+        per_item = 0.048 * manifest.variant(rank).macs / manifest.variants[-1].macs
+        return tuple(0.004 + per_item * batch for batch in profile.batches)
+
+    rows = tuple(
+        msgspec.structs.replace(row, seconds=seconds(row.width), mean=seconds(row.width))
+        for row in profile.latency_rows
+    )
+    write_profile(msgspec.structs.replace(profile, latency_rows=rows), tmp_path / "profile.json")
+    server = msgspec.structs.replace(server, profile=str(tmp_path / "profile.json"), max_batch=4)
+    found = msgspec.structs.replace(found, servers=(server,))
     most = carried(found)
     calm, surge = 0.1 * most[3.0], 0.5 * (most[1.0] + most[3.0])
     minute = 1000 / most[3.0]  # as many seconds as the large network takes for a thousand items
@@ -222,7 +237,13 @@ def test_rank_follows_the_load_that_the_measured_profile_carries(
         steps = tuple((minute, rate / calm) for rate in stages)
         seconds = minute * len(stages)
         workload = msgspec.structs.replace(
-            found.workload, kind="steps", rate=calm, steps=steps, duration_s=seconds, warmup_s=seconds - minute / 2
+            found.workload,
+            data="pieces",
+            kind="steps",
+            rate=calm,
+            steps=steps,
+            duration_s=seconds,
+            warmup_s=seconds - minute / 2,
         )
         summary = simulated_run(
             msgspec.structs.replace(found, workload=workload), found.router.name, 0, tmp_path / str(number)
