@@ -132,7 +132,6 @@ class SlimEngine:
         self.fleet = LocalFleet(parts, devices or {}) if fleet is None else fleet(parts)
         self._host = Host(dispatcher, timed, self.fleet, self._timelines, self._answer)
         self._waiting: dict[RequestId, Waiting] = {}
-        self._offered: Offer | None = None  # the one that is being asked about
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -317,9 +316,9 @@ class SlimEngine:
             return offer
         read = self.now() - waited
         limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
-        self._offered = offer
-        self._host.tell_of_offers(RequestOffered(limits.request(offer.request_id, offer.items, read)))
-        self._offered = None
+        reply = self._host.ask(RequestOffered(limits.request(offer.request_id, offer.items, read)))
+        if reply is not None:
+            offer.open, offer.refused = False, (reply.reason, reply.retry_after or 1.0)
         return offer
 
     def withdraw(self, offer: Offer) -> None:
@@ -341,9 +340,6 @@ class SlimEngine:
             self._host.tell_dispatcher(RequestCancelled(request_id))
 
     def _answer(self, reply: Reply) -> None:
-        if self._offered is not None and self._offered.request_id == reply.request_id:
-            self._offered.open, self._offered.refused = False, (reply.reason, reply.retry_after or 1.0)
-            return
         waiting = self._waiting.pop(reply.request_id)
         logits = None
         if reply.outcome is Outcome.ANSWERED:

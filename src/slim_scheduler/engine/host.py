@@ -190,8 +190,19 @@ class Host:
         self._arrived[request.request_id] = request, items
         self._step(RequestArrived(request))
 
-    def tell_of_offers(self, event: RequestOffered | OfferWithdrawn | FrontTurned) -> None:
-        """A front end asks or tells; what follows for it has happened when this returns."""
+    def ask(self, offered: RequestOffered) -> Reply | None:
+        """A front end asks whether a request may come in; why not, where it may not."""
+        now = self.clock.now()
+        commands = self.dispatcher.handle(offered, now)
+        self.recorder.step(DISPATCHER, now, offered, commands)
+        if not commands:
+            return None
+        (reply,) = commands
+        assert isinstance(reply, Reply)
+        return reply
+
+    def tell_of_offers(self, event: OfferWithdrawn | FrontTurned) -> None:
+        """What a front end tells; what follows for it has happened when this returns."""
         self._step(event)
 
     def _go_round(self) -> None:

@@ -157,8 +157,11 @@ class Dispatcher:
     def handle(self, event: DispatcherEvent, now: Seconds) -> list[DispatcherCommand]:
         """Takes one event, returns what the host must do.
 
-        It is these four steps; only an environment that stops at every decision takes them one by one.
+        It is these four steps; only an environment that stops at every decision takes them one by one. An offer needs
+        none of them: it changes neither timers nor what is routed, and most that come beyond the peak are refused.
         """
+        if type(event) is RequestOffered:
+            return self._offer(event.request, now)
         if self.absorb(event, now):
             while (view := self.pending(now)) is not None:
                 self.decide(view)
@@ -173,9 +176,6 @@ class Dispatcher:
                 pass
             case RequestArrived():
                 self._arrive(event, now)
-                return False
-            case RequestOffered():
-                self._offer(event.request, now)
                 return False
             case FrontTurned():
                 self._turn_front(event, now)
@@ -242,11 +242,10 @@ class Dispatcher:
 
     # ---- arrivals
 
-    def _offer(self, request: Request, now: Seconds) -> None:
+    def _offer(self, request: Request, now: Seconds) -> list[DispatcherCommand]:
         waiting, in_flight = len(self._fifo), len(self._ledger.items)
         refusal = self._admission.refuse_offer(request, waiting, self.held_up, in_flight, now)
-        if refusal is not None:
-            self._commands.append(self._ledger.refuse(request, Outcome.REJECTED, *refusal))
+        return [] if refusal is None else [self._ledger.refuse(request, Outcome.REJECTED, *refusal)]
 
     def _turn_front(self, event: FrontTurned, now: Seconds) -> None:
         offers = self._admission.offers
