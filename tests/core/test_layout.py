@@ -40,7 +40,7 @@ def views() -> list[View]:
 
 def figures(kind: str) -> tuple[dict[str, list[list[float]]], dict[str, list[list[float]]]]:
     """By name and column: what all servers share in each view, and each server's in the first and in the second."""
-    encoder = build_encoder(kind, FACTS, 0.1, lambda: Plans(FACTS, Table()))
+    encoder = build_encoder(kind, FACTS, 0.1, lambda: Plans(FACTS, Table(), rho=0.9))
     found = [encoder.encode(now) for now in views()[: 2 if kind == "paper" else 3]]
     shared, rows = np.stack([seen.shared for seen in found]), np.concatenate([seen.servers for seen in found[:2]])
 

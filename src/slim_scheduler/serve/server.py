@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from slim_scheduler.serve.access import Access, Guard, token_from_environment
-from slim_scheduler.serve.allocator import limit_arenas
+from slim_scheduler.serve.allocator import limit_arenas, limit_kernels
 from slim_scheduler.serve.grpc import listener as grpc_listener
 from slim_scheduler.serve.grpc.methods import management_listener, public_listener
 from slim_scheduler.serve.http.front import HttpFront
@@ -192,6 +192,7 @@ def serve(
             await stop.wait()
 
     limit_arenas()
+    limit_kernels()
     gc.set_threshold(GARBAGE, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
