@@ -14,15 +14,10 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +101,10 @@ def run() -> dict[str, dict[str, Any]]:
             config.write_text(text)
             return stack.enter_context(base._served(config))
 
-        servers = {name: stack.enter_context(_litserve(file, shape)) for name, file in files.items()}
+        servers = {
+            name: stack.enter_context(base.litserve("benchmarks._litserve_onnx", file, shape, MAX_BATCH))
+            for name, file in files.items()
+        }
         servers |= {"ours": ours("lp"), "small alone": ours("jsq:1"), "large alone": ours("jsq:2")}
         constraints = Constraints(deadline_ms=DEADLINE_MS)
         loads = {}
@@ -252,22 +250,6 @@ def _alone(
             "rounds": [round(ratio, 3) for ratio in ratios]
         }
     return rows, peaks
-
-
-@contextlib.contextmanager
-def _litserve(file: Path, shape: str) -> Iterator[base.Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks._litserve_onnx", str(file), str(port), shape, str(MAX_BATCH)]
-    with base._process(command, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            assert time.monotonic() < until, "LitServe did not start"
-            time.sleep(0.2)
-        yield base.Server(port, process.pid)
 
 
 if __name__ == "__main__":

@@ -282,9 +282,16 @@ def _served(file: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _litserve(model: Path, width: float, batch: int) -> Iterator[Server]:
+    with litserve("benchmarks._litserve_server", model, width, batch) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def litserve(module: str, path: Path, *arguments: object) -> Iterator[Server]:
+    """A LitServe program of benchmarks/, ready; it is given the path, its port and the other arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks._litserve_server", str(model), str(port), str(width), str(batch)]
+    command = [sys.executable, "-m", module, str(path), str(port), *map(str, arguments)]
     with _process(command, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 120
         while True:
