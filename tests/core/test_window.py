@@ -99,6 +99,16 @@ def test_with_all_credit_here_the_most_urgent_key_waits_for_its_instance_and_no_
     assert ran(fires(scheduler, 1.0 + WINDOW)) == [], "ripe by its window, but less urgent"
 
 
+def test_when_a_task_expires_the_key_that_runs_is_chosen_again():
+    """Without it all of the credit waits here, so that the older key is as good as ripe and comes first."""
+    scheduler = server(credit=3, batch_window=5.0, tile=8)
+    arrives(scheduler, 1.0, 1, 2)
+    two = (task(3, 0, None), task(4, 0, None, 1.001))
+    commands = scheduler.handle(BlockArrived(block(3, two, 1.0)), 1.001)
+    scheduler.check_invariants(1.001)
+    assert ran(commands) == [1, 2]
+
+
 def test_least_slack_starts_a_key_in_time_for_all_segments_that_are_left():
     scheduler = server(batch_window=1.0)
     need = 1.25 * 3 * (FIXED + 8 * EACH)

@@ -141,9 +141,8 @@ class ServerScheduler:
             if key is None:
                 return
             entries = self._queue.take(key, knobs.max_batch)
-            entries = self._without_expired(key, entries, now, commands)
-            if not entries:
-                continue
+            if self._expired(key, entries, now, commands):
+                continue  # what is left may be less urgent than another key, or more
             segment, width, previous_width, exact = key
             instance = self._pool.best_fit(segment, width, self._widest(width, exact), previous_width)
             if instance is None:
@@ -298,17 +297,15 @@ class ServerScheduler:
         """A key's tasks with the times at which they came."""
         return [(self._arrived[block_id], task) for _, _, task, block_id in self._queue.of(key)]
 
-    def _without_expired(
-        self, key: Key, entries: list[Entry], now: Seconds, commands: list[ServerCommand]
-    ) -> list[Entry]:
+    def _expired(self, key: Key, entries: list[Entry], now: Seconds, commands: list[ServerCommand]) -> bool:
+        """Whether the deadline of some of these entries has come: those are given back, the others wait as before."""
         expired = [e for e in entries if e[2].deadline is not None and e[2].deadline <= now]
         if not expired:
-            return entries
+            return False
         self._give_back(expired, "expired", commands)
-        rest = [e for e in entries if e[2].deadline is None or e[2].deadline > now]
-        if not rest:
-            self._queue_changed(key)
-        return rest
+        self._queue.put_back(key, [e for e in entries if e[2].deadline is None or e[2].deadline > now])
+        self._queue_changed(key)
+        return True
 
     # ---- instances
 
