@@ -505,6 +505,7 @@ def test_random_histories(machine, histories):
 
 
 @pytest.mark.accept
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("machine", "histories"), MACHINES)
 def test_histories_never_seen(machine, histories):
     _run(machine, 10 * histories, derandomize=False)
