@@ -8,6 +8,7 @@ that they age and never starve; the sequence breaks ties in the order of entry.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import Generic, TypeVar
 
 from slim_scheduler.core.types import Seconds, Task, TaskId
@@ -77,15 +78,16 @@ class KeyedQueue(Generic[K]):
         self._sequence = sequence = self._sequence + 1
         self._insert(key, (rank, sequence, task, tag))
 
-    def push_all(self, key: K, rank: Seconds, tasks: Sequence[Task], tag: int = 0) -> None:
-        """`push` for tasks that come together."""
-        sequence = self._sequence + 1
-        entries = [(rank, at, task, tag) for at, task in enumerate(tasks, sequence)]
-        self._sequence += len(entries)
+    def push_all(self, key: K, ranks: Sequence[Seconds], tasks: Sequence[Task], tag: int = 0) -> None:
+        """`push` for tasks that come together, one at least, each with its rank."""
+        first = self._sequence + 1
+        self._sequence += len(tasks)
+        entries = list(zip(ranks, range(first, first + len(tasks)), tasks, repeat(tag), strict=False))
         lane = self._lanes.get(key)
-        if lane is None:
+        in_order = entries == sorted(entries)
+        if lane is None and in_order:
             self._open(key, entries)
-        elif lane.in_order and entries[0] > lane.in_order[-1]:
+        elif lane is not None and in_order and lane.in_order and entries[0] > lane.in_order[-1]:
             lane.in_order.extend(entries)
             lane.count += len(entries)
             self._length += len(entries)

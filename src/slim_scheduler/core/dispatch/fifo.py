@@ -49,29 +49,7 @@ class GlobalFifo:
 
     def enter(self, flight: ItemFlight, segment: int, entered: Seconds) -> None:
         """Makes the item's next task and lets it wait: at the back, or at its item's place."""
-        request = flight.request.request
-        self._last_task += 1
-        previous_width = flight.widths[-1] if flight.widths else None
-        arrival = None if self._reentry_back else request.arrival
-        if self._order is not None:
-            arrival = self._order.counts_from(flight, segment, entered if arrival is None else arrival)
-        task = Task(
-            self._last_task,
-            flight.item,
-            segment,
-            previous_width,
-            flight.home,
-            entered,
-            request.deadline,
-            request.priority,
-            arrival,
-            flight.first is not None,
-        )
-        flight.task = task
-        flight.waiting = True
-        rank = entered if arrival is None else arrival
-        if request.priority:
-            rank += self._priority_aging * request.priority
+        task, rank = self._next_task(flight, segment, entered)
         self._queue.push(self._key(flight, task), rank, task)
         self.per_segment[segment] += 1
 
@@ -80,27 +58,47 @@ class GlobalFifo:
 
         It is `enter` for each; those alike are queued at once.
         """
-        segment, home, alone = done + 1, flights[0].home, self._order is not None or not self._reentry_back
-        key: Key = (segment, width, home if self._home_matters else None, None)
         self._hold_all(flights, self._activation[done][width])
-        alike: list[Task] = []
+        key: Key = (done + 1, width, flights[0].home if self._home_matters else None, None)
+        tasks: list[Task] = []
+        ranks: list[Seconds] = []
         for flight in flights:
-            request = flight.request.request
-            if not alone and flight.constraints is None and not request.priority:
-                self._last_task = number = self._last_task + 1
-                task = flight.task = Task(number, flight.item, segment, width, home, now, request.deadline, 0)
-                flight.waiting = True
-                alike.append(task)
+            if flight.constraints is None:
+                task, rank = self._next_task(flight, done + 1, now)
+                tasks.append(task)
+                ranks.append(rank)
             else:
-                self._wait_together(key, now, alike)
-                alike = []
-                self.enter(flight, segment, now)
-        self._wait_together(key, now, alike)
+                self._wait_together(key, ranks, tasks)
+                tasks, ranks = [], []
+                self.enter(flight, done + 1, now)
+        self._wait_together(key, ranks, tasks)
 
-    def _wait_together(self, key: Key, rank: Seconds, tasks: Sequence[Task]) -> None:
+    def _wait_together(self, key: Key, ranks: Sequence[Seconds], tasks: Sequence[Task]) -> None:
         if tasks:
-            self._queue.push_all(key, rank, tasks)
+            self._queue.push_all(key, ranks, tasks)
             self.per_segment[key[0]] += len(tasks)
+
+    def _next_task(self, flight: ItemFlight, segment: int, entered: Seconds) -> tuple[Task, Seconds]:
+        """The task, and its rank among those that wait."""
+        request = flight.request.request
+        self._last_task += 1
+        arrival = None if self._reentry_back else request.arrival
+        if self._order is not None:
+            arrival = self._order.counts_from(flight, segment, entered if arrival is None else arrival)
+        flight.waiting = True
+        task = flight.task = Task(
+            self._last_task,
+            flight.item,
+            segment,
+            flight.widths[-1] if flight.widths else None,
+            flight.home,
+            entered,
+            request.deadline,
+            request.priority,
+            arrival,
+            flight.first is not None,
+        )
+        return task, (entered if arrival is None else arrival) + self._priority_aging * request.priority
 
     def withdraw(self, flight: ItemFlight) -> None:
         """Takes out an item's waiting task."""

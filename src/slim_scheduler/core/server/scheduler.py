@@ -266,13 +266,9 @@ class ServerScheduler:
         if len(self._seen_blocks) > REMEMBERED_BLOCKS:
             del self._seen_blocks[next(iter(self._seen_blocks))]
         key = (block.segment, block.width, block.previous_width, block.exact)
-        if any(task.priority or task.arrival is not None for task in block.tasks):
-            aging = self._knobs.priority_aging
-            for task in block.tasks:
-                since = now if task.arrival is None else task.arrival
-                self._queue.push(key, since + aging * task.priority, task, block.block_id)
-        else:
-            self._queue.push_all(key, now, block.tasks, block.block_id)
+        aging = self._knobs.priority_aging
+        ranks = [(now if task.arrival is None else task.arrival) + aging * task.priority for task in block.tasks]
+        self._queue.push_all(key, ranks, block.tasks, block.block_id)
         self._queued_per_segment[block.segment] += len(block.tasks)
         if self._window is not None:
             self._arrived[block.block_id] = now
