@@ -1,6 +1,7 @@
 """One connection without a network: bytes in, bytes out, in every order that clients can think of."""
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 
 from slim_scheduler.serve.access import Access, Guard
 from slim_scheduler.serve.http.connection import CLOSED, MOVES, SLICE, Connection, ConnectionState
+from slim_scheduler.serve.http.known import LONGEST_HEAD, MOST, KnownHeads
+from slim_scheduler.serve.http.outbox import Outbox
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.memory import MemoryBudget
@@ -29,6 +32,7 @@ class Front:
 
     def check(self, request: HttpRequest, scheme: str) -> int:
         self._guard.check(request.path, scheme, request.headers)
+        request.infer = re.fullmatch("/infer", request.path)
         return 1 << 20
 
     def take(self, connection: Connection, request: HttpRequest) -> None:
@@ -92,12 +96,18 @@ class Owner:
         self.connections: set[Connection] = set()
         self.tasks: set[Any] = set()
         self.ending = False
+        self.heads = KnownHeads()
+        self.outbox = Outbox(lambda write: write())
+        self.loop = None
 
 
 class Wire:
     def __init__(self, at_once: bool = True, **limits: Any) -> None:
         self.front = Front(at_once)
         self.owner = Owner(self.front, **limits)
+        self.connect()
+
+    def connect(self) -> None:
         self.transport = Transport()
         self.connection = Connection(self.owner)
         self.transport.full = self.connection.pause_writing
@@ -165,6 +175,83 @@ def test_requests_cut_anywhere_are_answered_in_order():
             assert set(wire.statuses()) == {200}
             assert wire.connection.state is ConnectionState.IDLE
             assert wire.owner.memory.used == 0
+
+
+class NothingKnown(KnownHeads):
+    def find(self, data: bytes) -> HttpRequest | None:
+        return None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_head_that_is_known_means_what_it_means_read(seed):
+    """The same bytes in the same pieces, byte for byte the same answers, whether or not heads are remembered."""
+    rng = np.random.default_rng(seed)
+    path = b"/infer"
+    said = [request(b"x" * size, path) for size in (0, 3, 3, 40)]
+    said += [request(b"abc", path, size=size) for size in (2, 4)]  # a byte too many, or too few
+    said += [request(b"abc", path, fields=b"X: %d\r\n\r\n" % n) for n in range(2)]  # the head ends before its length
+    said += [request(b"abc", path, fields=fields) for fields in (b"Expect: 100-continue\r\n", b"Connection: close\r\n")]
+    said += [request(request(b"in", path), path, fields=UPGRADE), CHUNKED, request(b"abc", b"/other"), b"\r\n"]
+    said += [request(b"abc", path) * 2, b"POST /infer HTTP/1.1\r\n"]
+    wires = [Wire(), Wire()]
+    wires[1].owner.heads = NothingKnown()
+    often = [0.1, 0.4, 0.2, *[0.3 / (len(said) - 3)] * (len(said) - 3)]
+    found = 0
+    for _ in range(30):
+        pieces = [said[at] for at in rng.choice(len(said), 6, p=often)]
+        for wire in wires:
+            wire.connect()
+            wire.send(*pieces)
+        found += wires[0].owner.heads.find(request(b"xxx", path)) is not None
+        assert wires[0].transport.written == wires[1].transport.written
+        assert (wires[0].transport.ended, wires[0].front.taken) == (wires[1].transport.ended, wires[1].front.taken)
+        for wire in wires:
+            wire.connection.connection_lost(None)
+            assert wire.owner.memory.used == 0
+    assert found > 20, "nothing was remembered, so nothing was tested"
+
+
+def test_no_more_heads_are_remembered_than_there_is_room_for():
+    wire = Wire()
+    for number in range(3 * MOST):
+        wire.send(request(b"", b"/infer", fields=b"X: %d\r\n" % number))
+    assert len(wire.owner.heads) <= MOST
+    wire.send(request(b"", b"/infer", fields=b"X: " + b"x" * LONGEST_HEAD + b"\r\n"))
+    assert len(wire.owner.heads) <= MOST
+    assert set(wire.statuses()) == {200}
+
+
+def test_what_is_answered_while_reading_goes_out_later_and_in_order():
+    wire = Wire()
+    later: list[Callable[[], None]] = []
+    wire.owner.outbox = Outbox(later.append)
+    wire.send(request(b"1"))
+    assert (wire.front.taken, wire.transport.written) == ([b"1"], b"")
+    later.pop()()
+    assert [body for _, _, body in wire.answers()] == [b"/a 1"]
+    wire.send(request(b"2"))
+    wire.send(request(b"3") + request(b"4"))
+    wire.front.at_once = False
+    wire.send(request(b"5"))
+    wire.front.answer()
+    wire.front.at_once = True
+    wire.send(request(b"6", fields=b"Connection: close\r\n"))
+    assert wire.transport.ended, "and nothing is written after the end"
+    assert [body for _, _, body in wire.answers()] == [b"/a %d" % number for number in range(1, 7)]
+    for write in later:
+        write()
+    assert len(wire.answers()) == 6
+
+
+def test_an_answer_for_a_client_that_has_gone_keeps_no_other_back():
+    wires = [Wire(), Wire()]
+    outbox = Outbox(lambda write: None)
+    for wire in wires:
+        wire.owner.outbox = outbox
+        wire.send(request(b"1"))
+    wires[0].transport.abort()
+    outbox.write_now()
+    assert [wire.statuses() for wire in wires] == [[], [200]]
 
 
 @pytest.mark.parametrize("word", [b"h2c", b"websocket", b"TLS/1.0", b"anything"])

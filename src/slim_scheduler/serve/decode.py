@@ -103,7 +103,7 @@ class InferHeader(msgspec.Struct, frozen=True):
 
 def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferenceCall:
     """Reads a whole HTTP body. `json_length` is the Inference-Header-Content-Length, None where there was none."""
-    return call_of(read_header(body, json_length, card, limits), body, card, limits)
+    return call_of(read_header(body, json_length, card, limits), body, card)
 
 
 def read_header(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferHeader:
@@ -113,7 +113,9 @@ def read_header(body: Buffer, json_length: int | None, card: ModelCard, limits: 
         if not body or len(body) % item_bytes:
             raise invalid(f"the raw body has {len(body)} bytes; an item of {INPUT} has {item_bytes} as FP32")
         items = len(body) // item_bytes
-        return InferHeader("FP32", [items, *card.item_shape], items, 0, outputs=LOGITS_AS_BYTES)
+        shape = [items, *card.item_shape]
+        check_shape("FP32", shape, card, limits)
+        return InferHeader("FP32", shape, items, 0, outputs=LOGITS_AS_BYTES)
     size = len(body) if json_length is None else json_length
     if size > len(body):
         raise invalid(f"Inference-Header-Content-Length is {size}; the body has only {len(body)} bytes")
@@ -159,11 +161,11 @@ def _read_json(text: bytes, rest: int, card: ModelCard, limits: Limits) -> Infer
 _read_json_before = lru_cache(1024)(_read_json)
 
 
-def call_of(header: InferHeader, body: Buffer, card: ModelCard, limits: Limits) -> InferenceCall:
+def call_of(header: InferHeader, body: Buffer, card: ModelCard) -> InferenceCall:
     """The call of a request whose header was read. Raises Refusal for numbers that are none."""
     if header.data is None:
-        size = len(body) - header.size
-        image = image_from(body, header.size, size, header.datatype, header.shape, card, limits)
+        image = np.frombuffer(body, DTYPES[header.datatype], header.items * card.item_elements, header.size)
+        image = _channels_first(_sensible(image), header.shape, card)
     else:
         image = _image_from_json(header, header.data, card)
     return InferenceCall(image, header.request_id, header.asked, header.outputs)
@@ -347,7 +349,8 @@ def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any
 
 def _sensible(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     # A value that is too large, or not finite, shows in the sum of squares, which takes a third of the time.
-    if image.dtype.kind != "f" or np.vdot(image, image) <= LARGEST_INPUT**2:
+    flat = image.ravel()
+    if image.dtype.kind != "f" or flat.dot(flat) <= LARGEST_INPUT**2:
         return image
     if not np.isfinite(image).all():
         raise invalid(f"input {INPUT} has values that are not finite; FP32 pixels are normalised numbers")

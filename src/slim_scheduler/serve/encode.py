@@ -167,4 +167,4 @@ def pack_strings(rows: list[list[str]]) -> bytes:
 
 
 def _either(per_item: list[str]) -> str:
-    return per_item[0] if len(set(per_item)) == 1 else ";".join(per_item)
+    return per_item[0] if len(per_item) == 1 or len(set(per_item)) == 1 else ";".join(per_item)

@@ -25,6 +25,10 @@ SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 MARGIN_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SIZE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 REASONS_KEPT = 8
+# Most messages are replies, which `finished` and `item` count.
+OBSERVED = frozenset(
+    (BlockFinished, StartBatch, BatchReported, LoadInstance, UnloadInstance, RouterFellBack, ServerChanged)
+)
 Place = tuple[int, Width, ServerName]
 
 
@@ -87,6 +91,8 @@ class Observer:
         if type(event) is BatchReported:
             self.not_finite += len(event.not_finite)
         for command in commands:
+            if type(command) not in OBSERVED:
+                continue
             match command:
                 case BlockFinished():
                     self._block(command)

@@ -8,7 +8,7 @@ what the folder holds and never become a path of their own.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError
-from slim_scheduler.core.types import ItemOutcome
+from slim_scheduler.core.types import ServerName
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
@@ -48,6 +48,8 @@ class Served:
         self.accuracy = _accuracy(engine.config)
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
+        self._precisions_of: Config | None = None
+        self._precisions: dict[ServerName, str] = {}
 
     def counts(self) -> Counts:
         """Totals of requests and items by outcome, over all engines of this model."""
@@ -56,10 +58,13 @@ class Served:
             _add(total, engine.counts)
         return total
 
-    def precision(self, items: Sequence[ItemOutcome]) -> str:
-        """What the servers of these items compute in; several are joined with a plus."""
-        by_server = {server.name: server.precision for server in self.engine.config.servers}
-        return "+".join(sorted({by_server.get(name, "fp32") for item in items for name in item.servers}))
+    def precision(self, servers: Iterable[ServerName]) -> str:
+        """What these servers compute in; several are joined with a plus."""
+        config = self.engine.config
+        if config is not self._precisions_of:
+            self._precisions_of = config
+            self._precisions = {server.name: server.precision for server in config.servers}
+        return "+".join(sorted({self._precisions.get(name, "fp32") for name in servers}))
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError, InputError
-from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome
+from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome, ServerName
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.encode import Answer, answer_size, spelled
 from slim_scheduler.serve.limits import Limits
@@ -131,8 +131,9 @@ class Service:
             confidence = _confidence(served, result.items)
             self._account(served, result.items, confidence)
             assert result.logits is not None
-            source = _energy_source(served, result.items)
-            precision = served.precision(result.items)
+            servers = {server for item in result.items for server in item.servers}
+            source = _energy_source(served, servers)
+            precision = served.precision(servers)
             return Answer(result.logits, result.items, source, unmet, result.timeline, confidence, precision)
         finally:
             now = time.monotonic()
@@ -267,15 +268,10 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
     return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)
 
 
-def _energy_source(served: Served, items: Any) -> str:
-    names = {server for item in items if item.energy_j is not None for server in item.servers}
-    if not names:
-        return "none"
+def _energy_source(served: Served, servers: set[ServerName]) -> str:
     views = served.engine.servers
-    sources = {
-        view.report.energy_source for name in names if (view := views.get(name)) is not None and view.report is not None
-    }
-    return "+".join(sorted(sources)) or "none"
+    reports = [view.report for name in servers if (view := views.get(name)) is not None]
+    return "+".join(sorted({report.energy_source for report in reports if report is not None})) or "none"
 
 
 def _statistics(served: Served) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from slim_scheduler.serve.compression import too_large
+from slim_scheduler.serve.http.known import KnownHeads
+from slim_scheduler.serve.http.outbox import Outbox
 from slim_scheduler.serve.http.reply import Field, content_length, head_bytes, refused
 from slim_scheduler.serve.http.request import HttpRequest, check_head
 from slim_scheduler.serve.limits import Limits
@@ -88,6 +90,9 @@ class Owner(Protocol):
     front: Front
     limits: Limits
     memory: MemoryBudget
+    heads: KnownHeads
+    outbox: Outbox
+    loop: asyncio.AbstractEventLoop
     connections: "set[Connection]"
     tasks: "set[asyncio.Task[None]]"
     ending: bool
@@ -111,6 +116,7 @@ class Connection(asyncio.Protocol):
         self._in_hand: HttpRequest | None = None  # the one that is being answered
         self._requests: deque[HttpRequest] = deque()  # whole ones that wait behind it
         self._waiting = bytearray()  # what came behind them
+        self._paused = False  # nothing more is taken from the socket
         self._last = False  # nothing is read after what was read
         self._ended: float | None = None  # when the client sent its end; it may still read
         self._advancing = False
@@ -134,7 +140,6 @@ class Connection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
         if transport.get_extra_info("ssl_object") is not None:
             self.scheme = "https"
-        # Up to that, answers of one turn of the loop go out together, so that a client is woken once.
         self.transport.set_write_buffer_limits(high=UNCOUNTED_BYTES, low=0)
         peer = transport.get_extra_info("peername")
         self.peer = (str(peer[0]), int(peer[1])) if peer else None
@@ -151,10 +156,13 @@ class Connection(asyncio.Protocol):
         if self.state is ANSWERING:
             self._waiting += data
             if len(self._waiting) > MOST_WAITING:
-                self.transport.pause_reading()
+                self._pause_reading(True)
             return
         if len(data) <= (self._missing or SLICE):
-            self._feed(data)
+            if self._incoming is None:
+                self._begin_with(data)
+            else:
+                self._feed(data)
         else:
             self._waiting += data
             self._read_waiting()
@@ -189,7 +197,7 @@ class Connection(asyncio.Protocol):
 
     def serve(self, answering: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs what answers the request in hand; cancelled when the client is gone."""
-        task = self._task = asyncio.get_running_loop().create_task(answering)
+        task = self._task = self._owner.loop.create_task(answering)
         self._owner.tasks.add(task)
         task.add_done_callback(self._served)
         return task
@@ -271,6 +279,23 @@ class Connection(asyncio.Protocol):
 
     # ---- reading
 
+    def _begin_with(self, data: bytes) -> None:
+        """Reads what begins a request, and may be all of it."""
+        heads = self._owner.heads
+        request = heads.find(data)
+        if request is not None:
+            try:
+                self._memory.reserve(len(request.body))
+            except Refusal as refusal:
+                self._refuse(refusal)
+            else:
+                request.reserved = len(request.body)
+                self._whole(request)
+            return
+        self._feed(data)
+        if self._incoming is None and len(self._requests) == 1 and not self._last:
+            heads.learn(data, self._requests[0])
+
     def _feed(self, data: bytes) -> None:
         self._overhead += len(data)
         try:
@@ -292,6 +317,14 @@ class Connection(asyncio.Protocol):
             piece = bytes(waiting[:size])
             del waiting[:size]
             self._feed(piece)
+
+    def _pause_reading(self, pause: bool) -> None:
+        if pause is not self._paused:
+            self._paused = pause
+            if pause:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
 
     def _read_again(self, rest: bytes) -> None:
         """Reads a request with an Upgrade field as if it had none, as a server may (RFC 9110, 7.8).
@@ -369,10 +402,13 @@ class Connection(asyncio.Protocol):
             return
         self._incoming = None
         self._missing = self._overhead = self._body = 0
-        request.read = time.monotonic()
-        self._requests.append(request)
+        self._whole(request)
         if not request.keep_alive:
             self._last = True
+
+    def _whole(self, request: HttpRequest) -> None:
+        request.read = time.monotonic()
+        self._requests.append(request)
 
     def _refuse(self, refusal: Refusal) -> None:
         """What is being read is answered so, in its turn, and nothing is read after it."""
@@ -411,10 +447,11 @@ class Connection(asyncio.Protocol):
     def _wait(self) -> None:
         """For the next request, or the rest of one."""
         if self._ended is not None:
+            self._owner.outbox.write_now()
             self.transport.close()
             return
         if self.state is ANSWERING:
-            self.transport.resume_reading()
+            self._pause_reading(False)
         request = self._incoming
         if request is None:
             if self.state is ANSWERING:
@@ -438,12 +475,13 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     def _linger(self) -> None:
+        self._owner.outbox.write_now()
         self._move(LINGERING)
         self._waiting.clear()
         if self._ended is not None or self.scheme == "https":
             self.transport.close()
         else:
-            self.transport.resume_reading()
+            self._pause_reading(False)
             self.transport.write_eof()
 
     def _move(self, state: ConnectionState) -> None:
@@ -466,7 +504,12 @@ class Connection(asyncio.Protocol):
 
     def _write(self, data: bytes, reserved: int) -> None:
         """`reserved` bytes of the budget are released when the socket has taken all."""
-        self.transport.write(data)
+        outbox = self._owner.outbox
+        if self._advancing and not self._requests and not self._waiting:
+            outbox.write_soon(self.transport, data)
+        else:
+            outbox.write_now()
+            self.transport.write(data)
         if self._writable is not None:  # the transport has said that it cannot send
             self._unsent += reserved
         else:

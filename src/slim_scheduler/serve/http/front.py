@@ -82,7 +82,7 @@ class HttpFront:
         intake = self._intake(served)
         offer = self._service.offer(served, header.asked, header.items, request.read)
         try:
-            call = call_of(header, request.body, served.card, self._limits)
+            call = call_of(header, request.body, served.card)
         except Refusal:
             served.engine.withdraw(offer)
             raise

@@ -13,6 +13,8 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.serve.access import Access
 from slim_scheduler.serve.http.connection import Connection, Front
+from slim_scheduler.serve.http.known import KnownHeads
+from slim_scheduler.serve.http.outbox import Outbox
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.memory import MemoryBudget
 
@@ -30,8 +32,11 @@ class HttpListener:
 
     def __init__(self, front: Front, limits: Limits, memory: MemoryBudget, access: Access) -> None:
         self.front = front
+        self.loop = asyncio.get_running_loop()  # asking for it costs a system call
         self.limits = limits
         self.memory = memory
+        self.heads = KnownHeads()
+        self.outbox = Outbox(self.loop.call_soon)
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.ending = False
