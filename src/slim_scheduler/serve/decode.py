@@ -349,8 +349,7 @@ def _as_datatype(numbers: np.ndarray[Any, Any], datatype: str) -> np.ndarray[Any
 
 def _sensible(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     # A value that is too large, or not finite, shows in the sum of squares, which takes a third of the time.
-    flat = image.ravel()
-    if image.dtype.kind != "f" or flat.dot(flat) <= LARGEST_INPUT**2:
+    if image.dtype.kind != "f" or np.vdot(image, image) <= LARGEST_INPUT**2:
         return image
     if not np.isfinite(image).all():
         raise invalid(f"input {INPUT} has values that are not finite; FP32 pixels are normalised numbers")
