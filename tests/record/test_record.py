@@ -74,6 +74,19 @@ def test_payloads_can_be_left_on_disk(tmp_path: Path) -> None:
     assert light.rows.drop(["payload"]) == read_record(tmp_path).rows.drop(["payload"])
 
 
+def test_a_record_of_before_second_passes_is_read(tmp_path: Path) -> None:
+    recorded("blocks").write(tmp_path / "now.parquet", INFO)
+    with pq.ParquetFile(tmp_path / "now.parquet") as file:
+        table = file.read().replace_schema_metadata(file.metadata.metadata)
+    pq.write_table(table.drop(["passes", "margin"]), tmp_path / "record.parquet")
+    old, now = read_record(tmp_path), read_record(tmp_path / "now.parquet")
+    assert old.rows["passes"].null_count == len(old.rows)
+    assert old.rows.drop(["passes", "margin"]) == now.rows.drop(["passes", "margin"])
+    pq.write_table(table.drop(["right"]), tmp_path / "record.parquet")
+    with pytest.raises(RecordError):
+        read_record(tmp_path)
+
+
 def test_a_report_counts_once_although_both_machines_saw_it() -> None:
     record = recorded("full").record(INFO)
     assert record.of("BatchReported")["machine"].to_pylist() == ["a"]

@@ -9,6 +9,11 @@ import pytest
 
 from slim_scheduler.report.page import tables, write_report
 from slim_scheduler.report.run_folder import RunFolder, by_router, shown
+from slim_scheduler.run.frontier import distances
+from slim_scheduler.run.runs import simulated_run
+from slim_scheduler.setup.config import load_config
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +180,39 @@ def test_a_width_that_ran_in_the_warm_up_only_is_drawn(runs: list[RunFolder], tm
     run.summary["width_share"] = {"0.75": 1.0}  # none of those that its record has
     write_report([run], tmp_path / "report.html")
     assert "The widths at which its tasks ran." in (tmp_path / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    """One router that never runs an item twice and one that does, on the demo's servers."""
+    folder = tmp_path_factory.mktemp("twice")
+    config = load_config(ROOT / "examples/demo/cluster.toml", ["workload.duration_s=3", "workload.warmup_s=0.3"])
+    for router in ("jsq:0.25", "jsq:0.25+1@0.4"):
+        simulated_run(config, router, 0, folder / router)
+    return [RunFolder(path) for path in sorted(folder.iterdir())]
+
+
+def test_second_passes_are_counted_and_drawn(twice: list[RunFolder], page: str, tmp_path: Path) -> None:
+    once, again = twice
+    assert once.summary["second_pass_share"] == 0
+    ended = again.record.of("ItemOutcome")
+    measured = again.record.info.started_at + again.config.workload.warmup
+    rows = list(
+        zip(ended["arrival"].to_pylist(), ended["passes"].to_pylist(), ended["margin"].to_pylist(), strict=True)
+    )
+    passes = [ran for arrival, ran, _ in rows if arrival >= measured]
+    assert again.summary["second_pass_share"] == pytest.approx(passes.count(2) / len(passes))
+    assert 0 < again.summary["second_pass_share"] < 1
+    assert all((margin < 0.4) == (ran == 2) for _, ran, margin in rows)
+    write_report(twice, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    for said in ("How sure first answers were", "run again", "bound, one pass", "bound, one or two passes"):
+        assert said in text
+        assert said not in page
+
+
+def test_who_runs_items_again_is_measured_against_the_bound_that_may(twice: list[RunFolder]) -> None:
+    once = twice[0]
+    config, summary = once.config, once.summary | {"accuracy": 0.985}
+    found = distances(config, {"once": [summary], "again": [summary | {"second_pass_share": 0.3}]})
+    assert found["again"].accuracy > found["once"].accuracy

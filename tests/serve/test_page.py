@@ -87,6 +87,12 @@ def busy(tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("twice"), config={"router": "jsq:0.25+1@0.5"}) as server:
+        yield server
+
+
 def picture(page, name: str) -> None:
     if SCREENS:
         page.screenshot(path=str(ROOT / SCREENS / f"{name}.png"), full_page=True)
@@ -211,6 +217,53 @@ def test_keyboard_and_screen_reader_reach_everything(browser, busy):
     assert page.locator("h1").count() == 1
     assert page.locator("html").get_attribute("lang") == "en"
     page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_second_passes_are_shown(browser, twice, tmp_path, width):
+    Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[:, None] * 4, (1, 64))).save(tmp_path / "picture.png")
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(twice.url)
+    until(page, CARD_LOADED)
+    with Load(twice):
+        until(page, "() => !document.getElementById('passes').hidden")
+        until(page, "() => !document.getElementById('bound').hidden")
+        page.wait_for_selector("#chart-bound canvas")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(CUT_OFF) == []
+    assert page.locator("#bound-key").inner_text().count("least at") == 2
+    assert "one or two passes" in page.locator("#bound-key").inner_text()
+    assert page.locator("#margins span").count() == 10
+    page.wait_for_timeout(1500)
+    found = metrics(twice.http)
+    share = 100 * found['slim_second_passes_total{model="digits"}'] / found[ANSWERED]
+    assert 0 < share < 100
+    assert abs(float(page.locator("#again").inner_text().rstrip(" %")) - share) < 0.1
+    page.set_input_files("#picture", str(tmp_path / "picture.png"))
+    page.fill("#sure", "100")
+    page.get_by_role("button", name="Ask").click()
+    page.wait_for_selector("#answer ul li")
+    answer = page.locator("#answer").inner_text()
+    assert "first pass: widths 0.25,0.25,0.25,0.25" in answer
+    assert "second pass, the answer: widths 1,1,1,1" in answer
+    assert "% sure" in answer
+    page.close()
+
+
+def test_where_nothing_is_known_of_margins_nothing_is_shown_of_them(browser, tmp_path):
+    model = tmp_path / "digits"
+    shutil.copytree(ROOT / "models/digits", model, ignore=shutil.ignore_patterns("accuracy*"))
+    with serving(tmp_path, config={"model": model}) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        until(page, CARD_LOADED)
+        with Load(server):
+            until(page, BUSY)
+        assert not page.locator("#passes").is_visible()
+        page.get_by_role("button", name="Ask").click()
+        page.wait_for_selector("#answer ol li")
+        assert "sure" not in page.locator("#answer").inner_text()
+        page.close()
 
 
 def test_a_server_that_stops_is_shown_as_gone(browser, tmp_path: Path):

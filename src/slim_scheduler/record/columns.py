@@ -31,6 +31,8 @@ class Items(msgspec.Struct, frozen=True):
     ended: Floats  # nan in flight
     outcome: Texts
     right: Floats  # 1, 0, nan where nobody knows
+    margin: Floats  # after the first pass, nan where it was not told
+    again: Mask  # ran a second time
 
     @property
     def answered(self) -> Mask:
@@ -67,6 +69,8 @@ def items_of(record: Record) -> Items:
         ended=np.concatenate([numbers(ended, "time"), nothing]),
         outcome=np.concatenate([texts(ended, "outcome"), np.full(len(flying), "in-flight", object)]),
         right=np.concatenate([numbers(ended, "right"), nothing]),
+        margin=np.concatenate([numbers(ended, "margin"), nothing]),
+        again=np.concatenate([numbers(ended, "passes"), nothing]) > 1,
     )
 
 

@@ -170,14 +170,15 @@ def read_record(path: Path, payloads: bool = True) -> Record:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from slim_scheduler.record.table import SCHEMA
+    from slim_scheduler.record.table import ADDED, SCHEMA
 
     if path.is_dir():
         path = path / "record.parquet"
     try:
         with pq.ParquetFile(path) as file:
-            names = [name for name in SCHEMA.names if payloads or name != "payload"]
-            rows = file.read(names)
+            there = file.schema_arrow.names
+            left_out = {name for name in ADDED if name not in there} | ({"payload"} if not payloads else set())
+            rows = file.read([name for name in SCHEMA.names if name not in left_out])
             info = msgspec.json.decode((file.metadata.metadata or {})[_INFO_KEY], type=RunInfo)
     except FileNotFoundError:
         raise RecordError(f"record {path} does not exist; write one with `slim simulate` or `slim bench`") from None
@@ -186,8 +187,11 @@ def read_record(path: Path, payloads: bool = True) -> Record:
     except (pa.ArrowException, OSError, msgspec.MsgspecError) as error:
         reason = str(error).partition("\n")[0]
         raise RecordError(f"record {path} is damaged or truncated ({reason}); run it again") from None
-    if not payloads:
-        rows = rows.append_column(SCHEMA.field("payload"), pa.nulls(len(rows), pa.string()))
+    for name in left_out:
+        field = SCHEMA.field(name)
+        rows = rows.append_column(field, pa.nulls(len(rows), field.type))
+    if left_out and set(rows.schema.names) == set(SCHEMA.names):
+        rows = rows.select(SCHEMA.names)
     if rows.schema.remove_metadata() != SCHEMA:
         raise RecordError(f"record {path} has other columns than this version writes; run it again")
     return Record(rows, info)

@@ -39,6 +39,8 @@ SCHEMA = pa.schema(
         ("queue_s", pa.float64()),
         ("compute_s", pa.float64()),
         ("right", pa.bool_()),
+        ("passes", pa.int32()),  # through the network, whichever answered
+        ("margin", pa.float64()),  # after the first
         # blocks
         ("block", pa.int64()),
         ("server", pa.string()),
@@ -88,6 +90,9 @@ class TupleNames(dict[tuple[Any, ...], str]):
         name = self[parts] = "/".join(part if isinstance(part, str) else f"{part:g}" for part in parts)
         return name
 
+
+# What records of before do not have.
+ADDED = ("passes", "margin")
 
 Extract = Callable[[Sequence[Any], TupleNames], Any]  # the values of one column, from all rows of a kind
 
@@ -222,6 +227,8 @@ _ITEM_COLUMNS: dict[str, Extract] = {
     "compute_s": lambda ended, _: [e.item.compute_s for e in ended],
     "energy_j": lambda ended, _: [e.item.energy_j for e in ended],
     "right": lambda ended, _: [e.right for e in ended],
+    "passes": lambda ended, _: [2 if e.item.other_widths else 1 for e in ended],
+    "margin": lambda ended, _: [e.item.margin if e.item.passes == 1 else e.item.other_margin for e in ended],
     "reason": lambda ended, _: [e.item.reason or e.row[2].reason or None for e in ended],
 }
 _COLUMNS: dict[type, dict[str, Extract]] = defaultdict(

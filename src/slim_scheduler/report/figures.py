@@ -17,11 +17,13 @@ from slim_scheduler.record.columns import Blocks, Floats, blocks_of, items_of, n
 from slim_scheduler.report.measures import Estimate, aggregate
 from slim_scheduler.report.run_folder import RunFolder
 from slim_scheduler.report.theme import CARD, FIGURE_SIZE, SOFT, drawing, marker, series, width_color
+from slim_scheduler.run.frontier import hulls
 from slim_scheduler.setup.machines import carried_by_width
 
 Groups = Mapping[str, Sequence[RunFolder]]
 CURVE_POINTS = 300
 TIME_BINS = 60
+MARGIN_BINS = 20
 WINDOWS = 30  # of the picture over time: at the demo's load each has a hundred items and more
 
 
@@ -169,10 +171,55 @@ def widths_over_time(run: RunFolder, blocks: Blocks, served: Sequence[float]) ->
     return figure
 
 
-def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0) -> Figure | None:
+def runs_again(groups: Groups) -> bool:
+    """Whether some router ran items a second time."""
+    return any(run.summary.get("second_pass_share") for runs in groups.values() for run in runs)
+
+
+def first_margins(groups: Groups) -> Figure:
+    """How sure first answers were: the share of the answered items by the margin after their first pass.
+
+    Filled: those that ran again.
+    """
+    edges = np.linspace(0.0, 1.0, MARGIN_BINS + 1)
+    with drawing() as figure:
+        axes = figure.subplots()
+        _say_origin(axes, groups)
+        for i, (router, runs) in enumerate(groups.items()):
+            items = [items_of(run.record) for run in runs]
+            margin, again = (
+                np.concatenate([getattr(of, name)[of.answered] for of in items]) for name in ("margin", "again")
+            )
+            told = ~np.isnan(margin)
+            if not again.any() or not told.any():
+                continue
+            color, dash = series(i)
+            weight = 1 / told.sum()
+            counts, twice = (np.histogram(margin[told & of], edges)[0] * weight for of in (told, again))
+            axes.stairs(twice, edges, fill=True, color=color, alpha=0.3, lw=0)
+            label = f"{router}: {again.mean():.0%} ran again"
+            axes.stairs(counts, edges, color=color, ls=dash, lw=1.6, label=label)
+        axes.set_xlim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlabel("margin after the first pass")
+        axes.set_ylabel("share of the items")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+    return figure
+
+
+def _bounds(groups: Groups) -> dict[str, list[tuple[float, float]]]:
+    """What accuracy costs at the bound and the runs' load; nothing where profiles or tables are not there."""
+    config = next(iter(groups.values()))[0].config
+    try:
+        return hulls(config, config.workload.rate)
+    except InputError:
+        return {}
+
+
+def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0, bounds: bool = False) -> Figure | None:
     """Accuracy over a price that is paid for it: one point per router, with 95 % intervals over its runs.
 
-    None where no router knows both.
+    `bounds` draws the bound's hulls of one pass and of two beside them. None where no router knows both.
     """
     points = []
     for i, (router, runs) in enumerate(groups.items()):
@@ -191,6 +238,10 @@ def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0) -
             bars: dict[str, Any] = {"xerr": _half(price, scale), "yerr": _half(accuracy, 100)}
             bars |= {"elinewidth": 1.4, "capsize": 0, "label": router}
             axes.errorbar(x, y, fmt=marker(i), ms=8, color=color, mec=CARD, mew=1.2, **bars)
+        for i, (name, hull) in enumerate((_bounds(groups) if bounds else {}).items()):
+            energies, accuracies = zip(*hull, strict=True) if hull else ((), ())
+            style: Any = {"color": SOFT, "ls": ("-", "--")[i % 2], "lw": 1.2, "label": f"bound, {name}"}
+            axes.plot(np.array(energies) * scale, 100 * np.array(accuracies), **style)
         prices = [_value(price) for *_, price in points]
         if max(prices) > 8 * max(min(prices), 1e-12):
             axes.set_xscale("log")

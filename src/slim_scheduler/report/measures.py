@@ -63,6 +63,8 @@ SERVED = (
     Measure("slo_attainment", "in time", "%", 100, 1, "high"),
     Measure("energy_per_item_j", "energy", "mJ/item", 1000, 1, "low"),
 )
+# Shown where some router runs items twice.
+AGAIN = Measure("second_pass_share", "run again", "%", 100, 1)
 # What a router is rewarded for: eq. 7, and its terms.
 REWARDED = (
     Measure("reward.mean", "reward", "per item", 1, None, "high"),

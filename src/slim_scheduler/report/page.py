@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from slim_scheduler.record.columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
-from slim_scheduler.report.measures import NOTHING, REWARDED, SERVED, Estimate, Measure, is_sure
+from slim_scheduler.report.measures import AGAIN, NOTHING, REWARDED, SERVED, Estimate, Measure, is_sure
 from slim_scheduler.report.notes import count, is_metered, notes
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router, shown
 from slim_scheduler.report.theme import css_variables, inline_svg
@@ -78,14 +78,15 @@ def tables(groups: Groups) -> Iterator[str]:
         if several
         else ""
     )
+    served = (*SERVED, AGAIN) if figures.runs_again(groups) else SERVED
     best = {
         (router, measure.key)
         for router in comparison.summaries
-        for measure in (*SERVED, *REWARDED)
+        for measure in (*served, *REWARDED)
         if comparison.is_clearly_best(router, measure) and (metered or not measure.is_energy)
     }
     yield "<h2>Results</h2>"
-    yield from _table(groups, comparison.estimates, SERVED, interval, best, widths=widths)
+    yield from _table(groups, comparison.estimates, served, interval, best, widths=widths)
     yield (
         '<div class="key soft">'
         + "".join(
@@ -102,11 +103,11 @@ def tables(groups: Groups) -> Iterator[str]:
         sure = {
             (router, measure.key)
             for router, differences in comparison.differences.items()
-            for measure in (*SERVED, *REWARDED)
+            for measure in (*served, *REWARDED)
             if is_sure(differences.get(measure.key, NOTHING)) and (metered or not measure.is_energy)
         }
         yield f"<h2>Difference to {escape(comparison.first)}</h2>"
-        yield from _table(groups, comparison.differences, SERVED, said, sure)
+        yield from _table(groups, comparison.differences, served, said, sure)
         yield from _table(groups, comparison.differences, REWARDED, said, sure)
 
 
@@ -179,11 +180,18 @@ def _figures(groups: Groups) -> Iterator[str]:
         ("latency_s.p99", "99th percentile of latency, ms", 1000.0, "Accuracy against tail latency"),
         ("energy_per_item_j", "energy per answered item, mJ", 1000.0, "Accuracy against energy"),
     ):
-        if key.startswith("energy") and not is_metered([run.summary for of in groups.values() for run in of]):
+        # Energy that nobody metered is drawn only beside the bound of the same profiles.
+        bounds = key.startswith("energy") and figures.runs_again(groups)
+        metered = is_metered([run.summary for of in groups.values() for run in of])
+        if key.startswith("energy") and not metered and not bounds:
             continue
-        drawn = figures.accuracy_against(groups, key, label, scale)
+        drawn = figures.accuracy_against(groups, key, label, scale, bounds)
         if drawn is not None:
-            yield figure_element(drawn, title, "Up and to the left is better.")
+            said = " Lines: the least that the same profiles allow at this load." if bounds else ""
+            yield figure_element(drawn, title, f"Up and to the left is better.{said}")
+    if figures.runs_again(groups):
+        caption = "The difference of an answer's two highest probabilities. Filled: the items that ran again."
+        yield figure_element(figures.first_margins(groups), "How sure first answers were", caption)
     yield "</div>"
     yield "<h2>Servers over time</h2>"
     yield '<p class="soft">The first seed of each router; the shaded start is not measured.</p>'

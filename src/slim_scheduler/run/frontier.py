@@ -163,6 +163,23 @@ def _point(load: float, most: float, plan: Plan | None, twice: PlanProgram | Non
     return msgspec.structs.replace(point, again=twice.most_accurate(load), again_same=same)
 
 
+def hulls(config: Config, load: float, levels: int = 9) -> dict[str, list[tuple[Joules, float]]]:
+    """What accuracy costs at a load, at the bound: (joules per item, accuracy) of one pass, and of one or two where
+    margins were measured; ascending, empty where the load cannot be carried. Raises InputError without profiles or
+    accuracy table."""
+    from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
+
+    shape = load_shape(config)
+    accuracy = read_accuracy(accuracy_path(config))
+    facts = router_facts(config, shape, load_profiles(config, shape))
+    programs = {"one pass": PlanProgram(facts, accuracy, 1.0), "one or two passes": _twice(facts, accuracy, 1.0)}
+    return {
+        name: [(plan.energy_per_item, plan.accuracy) for plan in _plans(asked, load, levels)]
+        for name, asked in programs.items()
+        if asked is not None
+    }
+
+
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
     """How far a run is from the bound at the load it carried. None where the bound says nothing.
 
@@ -191,15 +208,23 @@ def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
 
 
 def distances(config: Config, summaries: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Distance]:
-    """Every router's distance, by the means of its runs. Raises InputError without profiles or accuracy table."""
+    """Every router's distance, by the means of its runs: of one that runs items again, from the bound that may do so.
+
+    Raises InputError without profiles or accuracy table.
+    """
     from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 
     shape = load_shape(config)
     accuracy = read_accuracy(accuracy_path(config))
-    asked = program(config, shape, load_profiles(config, shape), accuracy)
+    facts = router_facts(config, shape, load_profiles(config, shape))
+    again = {router for router, runs in summaries.items() if any(run.get("second_pass_share") for run in runs)}
+    once, twice = PlanProgram(facts, accuracy, 1.0), _twice(facts, accuracy, 1.0) if again else None
     keys = ("throughput_items_s", "accuracy", "energy_per_item_j")
     return {
-        router: distance(asked, {key: _mean([run[key] for run in runs]) for key in keys})
+        router: distance(
+            twice if twice is not None and router in again else once,
+            {key: _mean([run[key] for run in runs]) for key in keys},
+        )
         for router, runs in summaries.items()
     }
 

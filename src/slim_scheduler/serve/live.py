@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from slim_scheduler.core.errors import InputError
 from slim_scheduler.serve.service import Service
+from slim_scheduler.setup.config import Config
 
 PERIOD_S = 1.0
 HISTORY = 300
@@ -28,6 +30,9 @@ class Live:
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._fresh = asyncio.Condition()
         self._before: dict[str, tuple[float, ...]] = {}
+        self._reckoning = asyncio.Lock()
+        self._bounds_of: Config | None = None
+        self._bounds: dict[float, dict[str, list[tuple[float, float]]]] = {}  # by load: a few dozen at most
         self.viewers = 0
         self._stopped = False
 
@@ -107,8 +112,38 @@ class Live:
             "fallbacks": observer.fallbacks,
             "suspensions": observer.suspensions,
             "reasons": list(observer.fallback_reasons),
+            "second_passes": observer.second_passes,
+            "margins": observer.margins.buckets[:-1] if any(observer.margins.buckets) else None,
             "servers": [_server(view) for view in served.engine.servers.values()],
         }
+
+    async def bound(self, name: str) -> dict[str, Any]:
+        """What accuracy costs at the bound at a model's load now, rounded to a tenth of its size: by kind of plan
+        `[[joules per item, accuracy], ...]`. Empty where nothing is served or profiles or margins are not known.
+
+        Raises Refusal for an unknown model.
+        """
+        served = self._service.repository.find(name)
+        sample = next((m for m in self.latest()["models"] if m["name"] == name), None)
+        if sample is None or sample["throughput"] < 1 or sample["margins"] is None:
+            return {}
+        load = float(f"{sample['throughput']:.1g}")
+        async with self._reckoning:  # one at a time, away from the event loop
+            config = served.engine.config
+            if self._bounds_of is not config:
+                self._bounds_of, self._bounds = config, {}
+            if load not in self._bounds:
+                self._bounds[load] = await asyncio.to_thread(_hulls, config, load)
+        return {"load_items_s": load, "hulls": self._bounds[load]}
+
+
+def _hulls(config: Config, load: float) -> dict[str, list[tuple[float, float]]]:
+    from slim_scheduler.run.frontier import hulls  # the solver takes a while to import
+
+    try:
+        return hulls(config, load)
+    except InputError:
+        return {}
 
 
 def _server(view: Any) -> dict[str, Any]:

@@ -101,6 +101,9 @@ def public_routes(service: Service, registry: CollectorRegistry, live: Live) -> 
             raise Refusal(Kind.UNAVAILABLE, f"{MOST_VIEWERS} pages are open already", 5.0)
         return StreamingResponse(live.events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
+    async def bound(request: Request) -> Response:
+        return _json(await live.bound(request.path_params["name"]))
+
     async def openapi(request: Request) -> Response:
         return _json(document(list(repository.served.values()), service.version))
 
@@ -122,6 +125,7 @@ def public_routes(service: Service, registry: CollectorRegistry, live: Live) -> 
         Route("/metrics", metrics),
         Route("/live/snapshot", snapshot),
         Route("/live/events", events),
+        Route("/live/bound/{name}", bound),
         Route("/openapi.json", openapi),
         *_health(service),
         _index(service),

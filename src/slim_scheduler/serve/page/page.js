@@ -6,11 +6,13 @@ const colours = ["--c0", "--c1", "--c2", "--c3"];
 const colour = (i) => getComputedStyle(document.documentElement).getPropertyValue(colours[i % colours.length]).trim();
 const KEPT = 300;
 const RETRY_MS = 2000;
+const BOUND_MS = 10_000;
 
 let history = [];
 let chosen = null; // the model shown; null: the first
 let token = sessionStorage.getItem("token") || "";
 let charts = {};
+let boundAsked = 0; // when, by the browser's clock
 let card = null; // metadata and configuration of the model shown
 
 const number = (value, digits) =>
@@ -113,6 +115,7 @@ function show(sample) {
   text("fifo", number(model.fifo, 0));
   showServers(model.servers);
   showWidths(model.widths);
+  showPasses(model);
   showRouter(model);
   rows("outcomes", ["received", "answered", "rejected", "expired", "cancelled", "failed", "in_flight"].map((key) => [
     key.replace("_", " "), number(model.items[key], 0), number(model.requests[key], 0)]));
@@ -133,6 +136,7 @@ function showModels(models, current) {
 byId("model").addEventListener("change", (event) => {
   chosen = event.target.value;
   card = null;
+  boundAsked = 0;
   Object.values(charts).forEach((chart) => chart.destroy());
   charts = {};
   if (history.length) show(history[history.length - 1]);
@@ -166,6 +170,55 @@ function showWidths(widths) {
   rows("widths", shown.map(([name, count]) => [name, number(count, 0), `${number((100 * count) / total, 1)} %`]));
   byId("width-bar").replaceChildren(...shown.map(([, count], i) =>
     node("span", "", { class: `c${i % 4}`, style: `flex: ${count}; opacity: ${1 - 0.35 * Math.floor(i / 4)}` })));
+}
+
+function showPasses(model) {
+  byId("passes").hidden = !model.margins;
+  if (!model.margins) return;
+  const total = model.margins.reduce((sum, count) => sum + count, 0);
+  const most = Math.max(...model.margins);
+  const again = `${number((100 * model.second_passes) / Math.max(total, 1), 1)} %`;
+  text("again", again);
+  byId("margins").setAttribute("aria-label", `${again} ran again; share of first answers by margin, from 0 to 1: ` +
+    model.margins.map((count) => `${number((100 * count) / total, 0)} %`).join(", "));
+  byId("margins").replaceChildren(...model.margins.map((count) => node("span", "", { style: `height: ${(100 * count) / most}%` })));
+  if (Date.now() - boundAsked > BOUND_MS) loadBound(model);
+}
+
+async function loadBound(model) {
+  boundAsked = Date.now();
+  let found = {};
+  try {
+    const response = await fetch(`/live/bound/${encodeURIComponent(model.name)}`, { headers: headers() });
+    if (response.ok) found = await response.json();
+  } catch { return; } // the stream says that the server is away
+  const hulls = Object.entries(found.hulls || {}).filter(([, hull]) => hull.length);
+  byId("bound").hidden = !hulls.length;
+  if (!hulls.length) return;
+  const lines = hulls.map(([, hull]) => [hull.map((at) => at[0] * 1e3), hull.map((at) => at[1] * 100)]);
+  // The bound counts all that the devices take, also at rest, and so must the point: not the batches' energy alone.
+  const watts = model.servers.map((server) => server.power_w ?? NaN).reduce((sum, power) => sum + power, 0);
+  const known = Number.isFinite(watts) && model.throughput > 0 && model.expected_accuracy !== null;
+  if (known) lines.push([[(1e3 * watts) / model.throughput], [model.expected_accuracy * 100]]);
+  const names = [...hulls.map(([name]) => `least at ${number(found.load_items_s)} items/s, ${name}`), ...(known ? ["now"] : [])];
+  byId("bound-key").replaceChildren(...names.map((name, i) => {
+    const key = node("span", node("i", "", { class: `c${i % 4}` }));
+    key.append(name);
+    return key;
+  }));
+  byId("chart-bound").setAttribute("aria-label", names.join(", "));
+  charts.bound?.destroy();
+  const axis = { stroke: () => getComputedStyle(document.body).color, grid: { stroke: "rgba(128,128,128,.25)" }, ticks: { show: false }, font: "12px system-ui" };
+  charts.bound = new uPlot({
+    width: Math.max(byId("chart-bound").clientWidth, 200), height: 150, legend: { show: false }, cursor: { show: false },
+    scales: { x: { time: false, range: (_, low, high) => [low - 0.05 * (high - low + 1), high + 0.05 * (high - low + 1)] },
+      y: { range: (_, low, high) => [low - 0.1 * (high - low + 0.1), high + 0.1 * (high - low + 0.1)] } },
+    series: [{}, ...lines.map((_, i) => {
+      const dot = known && i === lines.length - 1;
+      return { stroke: () => colour(i), fill: undefined, width: 2, spanGaps: true, points: { show: dot, size: 9, fill: () => colour(i) } };
+    })],
+    axes: [{ ...axis, space: 60 }, { ...axis, size: 48 }],
+  }, uPlot.join(lines), byId("chart-bound"));
 }
 
 function showRouter(model) {
@@ -279,6 +332,17 @@ function tensor() {
   return data;
 }
 
+// What each pass ran at and cost; `other_` is of the one that did not answer, the rest of both.
+function passes(cost) {
+  const other = [cost.other_widths, cost.other_compute_ms, cost.other_energy_j];
+  const answered = [cost.widths, cost.compute_ms - cost.other_compute_ms, cost.energy_j - cost.other_energy_j];
+  const list = node("ul");
+  (cost.passes === 2 ? [other, answered] : [answered, other]).forEach(([widths, ms, joules], i) => list.append(node("li",
+    `${i ? "second" : "first"} pass${cost.passes === i + 1 ? ", the answer" : ""}: widths ${widths}, ${number(ms)} ms` +
+    (cost.energy_j === undefined ? "" : `, ${number(joules * 1e3)} mJ`))));
+  return list;
+}
+
 function say(words, wrong) {
   byId("answer").replaceChildren(node("p", words, wrong ? { class: "error" } : {}));
 }
@@ -290,6 +354,7 @@ byId("try").addEventListener("submit", async (event) => {
   if (byId("width").value) parameters.width = Number(byId("width").value);
   if (byId("deadline").value) parameters.deadline_ms = Number(byId("deadline").value);
   if (byId("floor").value) parameters.accuracy_floor = Number(byId("floor").value) / 100;
+  if (byId("sure").value) parameters.confidence_floor = Number(byId("sure").value) / 100;
   const body = {
     inputs: [{ name: "image", datatype: "UINT8", shape: [1, ...card.shape], data: tensor() }],
     outputs: [{ name: "logits", parameters: { classification: 3 } }],
@@ -307,8 +372,10 @@ byId("try").addEventListener("submit", async (event) => {
       list.append(node("li", `${name.join(":") || `class ${index}`} (logit ${number(Number(value), 2)})`));
     }
     const joules = cost.energy_j === undefined ? "energy unknown" : `${number(cost.energy_j * 1e3)} mJ (${cost.energy_source})`;
+    const sure = cost.confidence === undefined ? "" : `, ${number(cost.confidence * 100, 1)} % sure`;
     byId("answer").replaceChildren(list, node("p",
-      `widths ${cost.widths} on ${cost.servers}; waited ${number(cost.queue_ms)} ms, computed ${number(cost.compute_ms)} ms, ${joules}`));
+      `widths ${cost.widths} on ${cost.servers}${sure}; waited ${number(cost.queue_ms)} ms, computed ${number(cost.compute_ms)} ms, ${joules}`),
+      ...(cost.other_widths ? [passes(cost)] : []));
   } catch { say("The server did not answer.", true); }
 });
 
