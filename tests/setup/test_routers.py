@@ -7,6 +7,7 @@ from typing import NoReturn
 import pytest
 
 from slim_scheduler.core.errors import InputError
+from slim_scheduler.run.runs import simulated_run
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal
 from slim_scheduler.serve.repository import Repository
@@ -25,11 +26,26 @@ GOOD = [
     "p2c:0.25",
     "cost-model:0.5",
     "slackfit",
+    "slackfit:+1@0.4",
     "reward-greedy",
     "lp",
     "lp:0.85",
 ]
-BAD = ["", "fastest", "jsq", "jsq:", "jsq:wide", "jsq:0.25+1", "random:0.5", "slackfit:1", "lp:many", "lp:2.5", "ppo:"]
+BAD = [
+    "",
+    "fastest",
+    "jsq",
+    "jsq:",
+    "jsq:wide",
+    "jsq:0.25+1",
+    "random:0.5",
+    "slackfit:1",
+    "slackfit:0.5+1@0.4",
+    "slackfit:+1",
+    "lp:many",
+    "lp:2.5",
+    "ppo:",
+]
 
 
 def never_built(config: Config, observer: Observer) -> NoReturn:
@@ -80,3 +96,12 @@ def test_the_list_of_names_has_every_kind() -> None:
 def test_the_management_interface_reads_no_file_and_imports_no_code(name: str) -> None:
     assert parse_router(name).needs_files
     assert answer_of_the_management_interface(name).kind == Kind.INVALID
+
+
+def test_every_router_that_takes_a_plan_runs_unsure_items_again(tmp_path: Path) -> None:
+    config = load_config(DEMO, ["workload.duration_s=2", "workload.warmup_s=0.2", "workload.rate=100"])
+    for name in ("jsq:0.25+1@0.4", "cost-model:0.25+1@0.4", "p2c:0.25+1@0.4", "slackfit:+1@0.8"):
+        summary = simulated_run(config, name, 0, tmp_path / name)
+        assert 0 < summary["second_pass_share"] < 1, name
+        assert summary["items_completed"] == summary["items_arrived"]
+        assert summary["fallbacks"] == 0

@@ -146,6 +146,15 @@ def _widths(text: str) -> WidthArgument:
     return WidthArgument(first, passes)
 
 
+def _second_pass(text: str) -> WidthArgument | None:
+    """The second pass of a router that chooses the widths of the first."""
+    if not text:
+        return None
+    if not text.startswith("+"):
+        raise ConfigError(f"argument {text!r} is no second pass, and the first one's widths are chosen; such as +1@0.4")
+    return _widths(f"random{text}")
+
+
 def _rho(text: str) -> float:
     """How busy plans let each device be."""
     try:
@@ -235,9 +244,9 @@ ROUTERS = {
     "p2c": RouterKind(("p2c:W",), _widths, lambda name, inputs: PowerOfTwo(name.text, _rule(name, inputs))),
     "cost-model": RouterKind(("cost-model:W",), _widths, _cost_model),
     "slackfit": RouterKind(
-        ("slackfit",),
-        _nothing,
-        lambda name, inputs: SlackFit(_facts(name, inputs), inputs.accuracy(), inputs.deadline),
+        ("slackfit", "slackfit:+W@MARGIN"),
+        _second_pass,
+        lambda name, inputs: SlackFit(_facts(name, inputs), inputs.accuracy(), inputs.deadline, name.text),
     ),
     "reward-greedy": RouterKind(
         ("reward-greedy",),

@@ -23,12 +23,13 @@ Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]
 
 
 class SlackFit:
-    """`slo`: the time an item has where its request names no deadline."""
+    """`slo`: the time an item has where its request names no deadline. On its second pass the widths are given, and the
+    time that is left is what the first has left."""
 
     chooses_full = False
 
-    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds) -> None:
-        self.name = "slackfit"
+    def __init__(self, facts: RouterFacts, accuracy: AccuracyPrior, slo: Seconds, name: str = "slackfit") -> None:
+        self.name = name
         self._slo = slo
         self._segments = facts.shape.segments
         self._costs = server_costs(facts)
