@@ -123,7 +123,8 @@ def view(
     head = Head(segment, previous, home, waiting, age, slack, widths, None, item_age)
     per_segment = [waiting if s == segment else 0 for s in range(SEGMENTS)]
     views = {s.name: s for s in servers}
-    return View(now, head, waiting, per_segment, completed, views, choices(views))
+    received = completed + waiting + sum(s.outstanding for s in servers)
+    return View(now, head, waiting, per_segment, completed, views, choices(views), received)
 
 
 def choices(servers: Mapping[str, ServerView], full_too: bool = False) -> dict[str, ServerView]:

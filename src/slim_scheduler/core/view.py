@@ -129,7 +129,10 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """All that a router may look at for one decision, which is among `choices`. There is at least one."""
+    """All that a router may look at for one decision, which is among `choices`. There is at least one.
+
+    `received` are the items that ever arrived, also those that were refused: what is offered, not what was let in.
+    """
 
     now: Seconds
     head: Head
@@ -138,3 +141,4 @@ class View(msgspec.Struct, frozen=True, gc=False):
     completed: int
     servers: Mapping[ServerName, ServerView]
     choices: Mapping[ServerName, ServerView]
+    received: int = 0

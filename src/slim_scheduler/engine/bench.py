@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import selectors
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,8 +85,8 @@ async def due(times: Sequence[Seconds], now: Callable[[], Seconds]) -> AsyncIter
     A turn after each would offer less the slower the engine is, which lives on the same loop.
     """
     turned = now()
-    for i, time in enumerate(times):
-        wait = time - now()
+    for i, at in enumerate(times):
+        wait = at - now()
         if wait > 0.0 or now() - turned > LONGEST_STRETCH:
             await asyncio.sleep(max(0.0, wait))
             turned = now()
@@ -117,6 +118,7 @@ class _Bench:
         self._engine = SlimEngine.from_config(config, router_name, seed, self.recorder)
         self._started: Seconds = 0.0
         self._ended: Seconds = 0.0
+        self._cpu_s: Seconds = 0.0
         self._complete = False
 
     def judge(self, item: ItemId, widths: WidthTuple) -> bool | None:
@@ -139,6 +141,8 @@ class _Bench:
             interrupted=not self._complete,
             decision_us=self._engine.decision_us,
             machine=device_name(self.config.servers[0].device),
+            # Of a cluster, this process is the smallest part.
+            cpu_s=None if self.config.cluster.address else self._cpu_s,
         )
 
     async def run(self) -> None:
@@ -146,6 +150,7 @@ class _Bench:
         await engine.start()
         watch = asyncio.create_task(self._watch())
         self._started = engine.now()
+        worked = time.process_time()
         try:
             waiting = await self._offer()
             if workload.end == "cut":
@@ -156,6 +161,7 @@ class _Bench:
             self._complete = True
         finally:
             self._ended = engine.now()
+            self._cpu_s = time.process_time() - worked
             watch.cancel()
             engine.stop_recording()  # what is still in flight stays so in the record
             await engine.stop(grace_s=0.0)
@@ -166,7 +172,7 @@ class _Bench:
         deadline = self.config.workload.deadline_ms / 1e3 or None
         waiting: set[asyncio.Future[InferenceResult]] = set()
         times, firsts, sizes = arrivals.times.tolist(), arrivals.first_item.tolist(), arrivals.sizes.tolist()
-        async for i in due([self._started + time for time in times], engine.now):
+        async for i in due([self._started + at for at in times], engine.now):
             first, size = firsts[i], sizes[i]
             samples = arrivals.samples[first : first + size]
             future = engine.submit(self._items[samples], deadline_s=deadline, arrival=self._started + times[i])

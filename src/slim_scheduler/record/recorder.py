@@ -31,7 +31,8 @@ _INFO_KEY = b"slim_scheduler.run"
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a record says of its run beside the rows. Times are on the clock of the rows.
 
-    `decision_us` is the host's measurement of the router (mean and p99, microseconds), None where nobody measured.
+    `decision_us` is the host's measurement of the router (mean and p99, microseconds), `cpu_s` the CPU time of the
+    process that ran it all; None where nobody measured.
     """
 
     mode: Literal["live", "simulated"]
@@ -43,6 +44,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
     decision_us: dict[str, float] | None = None
     machine: str = ""
+    cpu_s: Seconds | None = None
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -63,8 +63,9 @@ SERVED = (
     Measure("slo_attainment", "in time", "%", 100, 1, "high"),
     Measure("energy_per_item_j", "energy", "mJ/item", 1000, 1, "low"),
 )
-# Shown where some router runs items twice.
+# Shown where some router runs items twice, and where the CPU time of runs was measured.
 AGAIN = Measure("second_pass_share", "run again", "%", 100, 1)
+CPU = Measure("cpu_s_per_item", "CPU", "ms/item", 1000, 2, "low")
 # What a router is rewarded for: eq. 7, and its terms.
 REWARDED = (
     Measure("reward.mean", "reward", "per item", 1, None, "high"),
@@ -77,8 +78,18 @@ REWARDED = (
     Measure("utilization_variance.mean", "utilisation variance", "", 1, 4),
     Measure("decision_us.mean", "decision", "µs", 1, 1, "low"),
 )
-# What fits a terminal.
-HEADLINE = tuple(m for m in SERVED if m.key != "latency_s.sd") + tuple(m for m in REWARDED if m.key == "reward.mean")
+
+
+def served(summaries: Iterable[dict[str, Any]]) -> tuple[Measure, ...]:
+    """What a user gets, of some runs."""
+    found = list(summaries)
+    return (*SERVED, *[m for m in (AGAIN, CPU) if any(run.get(m.key) for run in found)])
+
+
+def headline(summaries: Iterable[dict[str, Any]]) -> tuple[Measure, ...]:
+    """What fits a terminal."""
+    reward = [m for m in REWARDED if m.key == "reward.mean"]
+    return (*[m for m in served(summaries) if m.key != "latency_s.sd"], *reward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from slim_scheduler.record.columns import blocks_of
 from slim_scheduler.report import figures
 from slim_scheduler.report.comparison import Comparison
-from slim_scheduler.report.measures import AGAIN, NOTHING, REWARDED, SERVED, Estimate, Measure, is_sure
+from slim_scheduler.report.measures import NOTHING, REWARDED, Estimate, Measure, is_sure, served
 from slim_scheduler.report.notes import count, is_metered, notes
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router, shown
 from slim_scheduler.report.theme import css_variables, inline_svg
@@ -78,15 +78,15 @@ def tables(groups: Groups) -> Iterator[str]:
         if several
         else ""
     )
-    served = (*SERVED, AGAIN) if figures.runs_again(groups) else SERVED
+    user_gets = served(run.summary for of in groups.values() for run in of)
     best = {
         (router, measure.key)
         for router in comparison.summaries
-        for measure in (*served, *REWARDED)
+        for measure in (*user_gets, *REWARDED)
         if comparison.is_clearly_best(router, measure) and (metered or not measure.is_energy)
     }
     yield "<h2>Results</h2>"
-    yield from _table(groups, comparison.estimates, served, interval, best, widths=widths)
+    yield from _table(groups, comparison.estimates, user_gets, interval, best, widths=widths)
     yield (
         '<div class="key soft">'
         + "".join(
@@ -103,11 +103,11 @@ def tables(groups: Groups) -> Iterator[str]:
         sure = {
             (router, measure.key)
             for router, differences in comparison.differences.items()
-            for measure in (*served, *REWARDED)
+            for measure in (*user_gets, *REWARDED)
             if is_sure(differences.get(measure.key, NOTHING)) and (metered or not measure.is_energy)
         }
         yield f"<h2>Difference to {escape(comparison.first)}</h2>"
-        yield from _table(groups, comparison.differences, served, said, sure)
+        yield from _table(groups, comparison.differences, user_gets, said, sure)
         yield from _table(groups, comparison.differences, REWARDED, said, sure)
 
 

@@ -67,6 +67,7 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
         "energy_device_j": device_energy,
         "energy_per_item_j": _ratio(device_energy, np.sum(items.answered & after_warmup)),
         "energy_source": curves.source,
+        "cpu_s_per_item": None if info.cpu_s is None else _ratio(info.cpu_s, np.sum(items.answered)),
         "utilization_variance": curves.variance_over_time(warm, ended),
         "reward": _mean_sd(reward),
         "width_share": _width_share(blocks, in_window),

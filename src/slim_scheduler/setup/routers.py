@@ -30,7 +30,7 @@ from slim_scheduler.core.router.heuristics import (
     width_tuple,
 )
 from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
-from slim_scheduler.core.router.plan.follower import FOLLOWED_PASSES, FOLLOWED_STEPS, PlanFollower
+from slim_scheduler.core.router.plan.follower import FOLLOWED_PASSES, FOLLOWED_RISE, FOLLOWED_STEPS, PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans, check_rho
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
@@ -187,7 +187,7 @@ def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy, uniform(accuracy)) if inputs.escalates else ()
     plans = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS)
-    return PlanFollower(plans, name.text, FOLLOWED_PASSES)
+    return PlanFollower(plans, name.text, FOLLOWED_PASSES, FOLLOWED_RISE)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

@@ -318,7 +318,8 @@ class Dispatcher:
             choices = {name: server for name, server in servers.items() if server.in_service}
         else:
             choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
-        return View(now, head, len(fifo), fifo.per_segment, self._ledger.completed, servers, choices)
+        ledger = self._ledger
+        return View(now, head, len(fifo), fifo.per_segment, ledger.completed, servers, choices, ledger.received_items)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
         fifo_length = len(self._fifo)

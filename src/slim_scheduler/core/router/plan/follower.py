@@ -25,15 +25,22 @@ CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off besid
 USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
 FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
 FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
+FOLLOWED_RISE = (
+    3.0  # `lp`: standard deviations of Poisson arrivals; a rise beyond them is no chance, and counts at once
+)
 STEPS_ABOVE = 2  # a plan is kept while the load is no further below it: each change costs half-full batches
 
 
 class PlanLedger:
-    """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not."""
+    """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not.
 
-    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES) -> None:
+    A load that rose by `rise` standard deviations of Poisson arrivals counts at once, not by and by.
+    """
+
+    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES, rise: float = float("inf")) -> None:
         self._plans = plans
         self._usual_passes = usual_passes
+        self._rise = rise
         self._facts = plans.facts
         self._load: float | None = None
         self._looked_at: Seconds = 0.0
@@ -141,14 +148,16 @@ class PlanLedger:
         return self._current
 
     def _measure(self, view: View) -> None:
-        """Items per second, every second."""
+        """Items per second that are offered, every second."""
         since = view.now - self._measured_at
         if since < PLAN_EVERY:
             return
-        arrived = view.completed + view.fifo_length + sum(s.outstanding for s in view.servers.values())
-        rate = max(0, arrived - self._seen) / since
-        self._load = rate if self._load is None else MEMORY * self._load + (1 - MEMORY) * rate
-        self._measured_at, self._seen = view.now, arrived
+        rate = (view.received - self._seen) / since
+        if self._load is None or rate > self._load + self._rise * math.sqrt(max(self._load, 1 / since) / since):
+            self._load = rate
+        else:
+            self._load = MEMORY * self._load + (1 - MEMORY) * rate
+        self._measured_at, self._seen = view.now, view.received
 
     def _step(self, view: View, up: tuple[ServerName, ...]) -> int:
         """The load as a step, rounded up. Before anything was measured: the highest."""
@@ -182,11 +191,13 @@ class PlanFollower:
 
     chooses_full = False
 
-    def __init__(self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES) -> None:
+    def __init__(
+        self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES, rise: float = float("inf")
+    ) -> None:
         self.name = name
         self._facts = facts = plans.facts
         self.pairs = plans.pairs
-        self._ledger = PlanLedger(plans, usual_passes)
+        self._ledger = PlanLedger(plans, usual_passes, rise)
         self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:
