@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from numpy.random import default_rng
 
@@ -115,6 +116,28 @@ def test_what_waits_is_load_only_where_it_is_to_be_worked_off(rho, load):
     ledger = PlanLedger(Plans(FACTS, Table(), rho=rho))
     ledger.shares(view(seen("a"), seen("b"), waiting=70, now=1.0, completed=10))  # 80 came, and 70 are too many
     assert ledger.load == pytest.approx(load, abs=0.021)
+
+
+def came(ledger: PlanLedger, received: int, now: float) -> float:
+    """The load that is planned for, when so many have come, of which most were refused or expired."""
+    ledger.shares(msgspec.structs.replace(view(seen("a"), seen("b"), waiting=0, now=now), received=received))
+    return ledger.load
+
+
+def test_what_was_refused_is_load_too():
+    """Else a surge that is refused keeps the wide plan, at which it has to be refused."""
+    assert came(PlanLedger(Plans(FACTS, Table(), rho=1.0)), 120, 1.0) == pytest.approx(0.9, abs=0.021)
+
+
+@pytest.mark.parametrize(("rise", "load"), [(float("inf"), 75), (3.0, 120)])
+def test_a_rise_beyond_chance_counts_at_once(rise, load):
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0), rise=rise)
+    most = PlanProgram(FACTS, Table()).max_load()
+    came(ledger, 30, 1.0)
+    assert came(ledger, 30 + 34, 2.0) * most == pytest.approx(32, abs=2.8), "so much more is chance"
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0), rise=rise)
+    came(ledger, 30, 1.0)
+    assert came(ledger, 30 + 120, 2.0) * most == pytest.approx(load, abs=2.8)
 
 
 @pytest.mark.parametrize(("rho", "width"), [(1.0, 0.5), (1.5, 1.0)])
