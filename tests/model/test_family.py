@@ -153,7 +153,8 @@ def test_without_labels_it_is_agreement_and_is_called_so(tmp_path: Path) -> None
     assert manifest.measured == "agreement"
     assert manifest.data == "agreement with net1 on a"
     assert manifest.accuracy["test"]["2"] == 1.0  # with itself
-    assert read_accuracy(tmp_path / "fam").data == manifest.data
+    table = read_accuracy(tmp_path / "fam")
+    assert table.data == table.agreement == manifest.data
 
 
 def test_a_changed_file_and_a_file_outside_are_refused(tmp_path: Path) -> None:

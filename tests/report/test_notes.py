@@ -21,6 +21,11 @@ def test_a_late_generator_makes_latencies_invalid() -> None:
     assert "12.3 ms" in said
 
 
+def test_accuracy_without_labels_is_called_agreement() -> None:
+    (said,) = notes([run(agreement=""), run(agreement="agreement with lite2 on val")])
+    assert said == "Accuracy is agreement with lite2 on val: the images have no labels."
+
+
 def test_what_nobody_measured_is_no_lateness() -> None:
     assert list(notes([run(generator_lag_s={"p99": None})])) == []
 

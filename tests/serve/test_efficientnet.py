@@ -264,6 +264,7 @@ def test_the_page_shows_which_ranks_answered(running: Running, page: object) -> 
     page.wait_for_timeout(1500)  # type: ignore[attr-defined]
     assert (ranks(running) > 0).all()
     assert (shown(page) == ranks(running)).all()
+    assert page.locator("#right").inner_text() == "agreement"  # type: ignore[attr-defined]
 
 
 @pytest.mark.accept

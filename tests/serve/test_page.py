@@ -114,6 +114,7 @@ def test_the_numbers_move_under_load_and_agree_with_metrics(browser, busy):
         until(page, f"before => {COUNT} > before + 50", first)
         assert shown(page, "p99") >= shown(page, "p50") > 0
         assert 50 < shown(page, "accuracy") <= 100
+        assert page.locator("#right").inner_text() == "accuracy"
         assert "%" in page.locator("#decisions").inner_text()
         if SCREENS:
             page.wait_for_timeout(25_000)  # a chart worth looking at

@@ -72,6 +72,8 @@ def frontier(
         print_json(content)
         return
     _print_table(points)
+    if accuracy.agreement:
+        console().print(f"Accuracy is {accuracy.agreement}: the images have no labels.", soft_wrap=True)
     if out is not None:
         console().print(f"{out / 'frontier.json'}, {out / 'frontier.svg'}", soft_wrap=True)
 

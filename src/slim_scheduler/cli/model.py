@@ -141,10 +141,9 @@ def accuracy(
     uniform = [(width,) * test.segments for width in test.widths]
     for widths in dict.fromkeys([*uniform, min(test.tuples, key=test.top1), max(test.tuples, key=test.top1)]):
         table.add_row("/".join(f"{w:g}" for w in widths), f"{100 * test.top1(widths):.2f}")
-    agreement = test.data.startswith("agreement")  # with the last rank, on images without labels
     what = (
         f"in {precision}, {test.items:,} images: {test.data}"
-        if agreement
+        if test.agreement
         else (f"top-1 in {precision} on {test.items:,} test images of {test.data}")
     )
     console().print(what)

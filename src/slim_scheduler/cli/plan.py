@@ -80,6 +80,8 @@ def plan(
         return
     _print_load(load)
     _print_sizing(sizing)
+    if table.agreement:
+        console().print(f"Accuracy is {table.agreement}: the images have no labels.", soft_wrap=True)
 
 
 def _print_load(load: "TraceLoad") -> None:

@@ -31,6 +31,9 @@ class AccuracyPrior(Protocol):
     def top1(self, widths: WidthTuple) -> float: ...
 
 
+AGREEMENT = "agreement"  # how `data` begins where nobody knows what is right
+
+
 class AccuracyTable:
     """Right or wrong per item for measured width tuples of one network.
 
@@ -73,6 +76,12 @@ class AccuracyTable:
         self._top1 = {widths: float(right.mean()) for widths, right in self._columns.items()}
         self._nearest: dict[WidthTuple, WidthTuple] = {}
         self._priors: dict[WidthTuple, float] = {}
+
+    @property
+    def agreement(self) -> str:
+        """What the shares of right answers are where the images had no labels: agreement with whom on what; else
+        empty."""
+        return self.data if self.data.startswith(AGREEMENT) else ""
 
     def correct(self, widths: WidthTuple) -> npt.NDArray[np.bool_]:
         """Right or wrong for each item, (items,), at a whole width tuple."""

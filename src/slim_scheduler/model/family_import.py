@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.accuracy import AGREEMENT, AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError, first_line
 from slim_scheduler.model.accuracy import Answers, LoadSlice, table_margins
 from slim_scheduler.model.calibration import fit_calibration
@@ -476,7 +476,7 @@ def _measured(
     truth = np.concatenate(said_best) if images.labels is None else images.labels
     kind: Measured = "agreement" if images.labels is None else "accuracy"
     last = manifest.variants[-1].name
-    said = images.name if images.labels is not None else f"agreement with {last} on {images.name}"
+    said = images.name if images.labels is not None else f"{AGREEMENT} with {last} on {images.name}"
     found = Answers(
         {(rank,): given == truth for rank, given in zip(ranks, answers, strict=True)},
         {(rank,): table_margins(torch.from_numpy(output)) for rank, output in zip(ranks, outputs, strict=True)},

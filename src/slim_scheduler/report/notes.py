@@ -26,6 +26,9 @@ def notes(summaries: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield "Simulated: devices and network behave as their profiles say, not as measured here."
     if any("estimated" in run["energy_source"] for run in summaries):
         yield "Energy is estimated from the devices' profiles, not metered: it proves nothing."
+    for agreement in dict.fromkeys(run.get("agreement") for run in summaries):
+        if agreement:
+            yield f"Accuracy is {agreement}: the images have no labels."
     lags = [run["generator_lag_s"]["p99"] or 0.0 for run in summaries]
     late = sum(not is_valid(run) for run in summaries)
     if late:

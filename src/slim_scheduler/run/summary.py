@@ -61,6 +61,7 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
         "accuracy": _mean(right) if not np.isnan(right).any() else None,
         "accuracy_arrived": _ratio(np.sum(right), np.sum(measured)) if not np.isnan(right).any() else None,
         "second_pass_share": _ratio(np.sum(items.again & answered), np.sum(answered)),
+        "agreement": "" if accuracy is None else accuracy.agreement,
         "latency_s": {**_mean_sd(latency), **{f"p{p}": _percentile(latency, p) for p in (50, 95, 99)}},
         "block_latency_s": _mean_sd_p99(blocks.latency, weight),
         "energy_block_j": _mean_sd_p99(energy, weight),

@@ -106,6 +106,7 @@ class Live:
             "p99_ms": _percentile_ms(recent, 0.99),
             "energy_per_item_j": energy / items if items and observer.items_energy else None,
             "expected_accuracy": accuracy / known if known else _mean(observer.accuracy_sum, observer.accuracy_known),
+            "agreement": served.accuracy is not None and bool(served.accuracy.agreement),
             "fifo": served.engine.fifo_length,
             "widths": observer.width_items,
             "decisions": _by_head(observer.decisions),

@@ -202,7 +202,8 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
     energy = CounterMetricFamily("slim_items_energy_joules", "Energy that answered items took.", labels=["model"])
     accuracy = GaugeMetricFamily(
         "slim_expected_accuracy",
-        "Mean chance that answers are right: of their confidence, else as their widths were measured.",
+        "Mean chance that answers are right: of their confidence, else as their widths were measured. Where the images "
+        "had no labels, that they agree with the best variant.",
         labels=["model"],
     )
     not_finite = CounterMetricFamily(

@@ -111,6 +111,7 @@ function show(sample) {
   text("energy-unit", joules !== null && joules >= 1 ? "J/item" : "mJ/item");
   text("energy-source", sources.size ? `, ${[...sources].join(", ")}` : "");
   text("accuracy", model.expected_accuracy === null ? "–" : number(model.expected_accuracy * 100, 1));
+  text("right", model.agreement ? "agreement" : "accuracy"); // with the best variant, where images had no labels
   text("in-flight", number(model.items.in_flight, 0));
   text("fifo", number(model.fifo, 0));
   showServers(model.servers);
