@@ -116,7 +116,7 @@ def task(
     deadline: float | None = None,
     priority: int = 0,
 ) -> Task:
-    return Task(task_id, task_id, segment, previous_width, None, 0.0, deadline, 0)
+    return Task(task_id, task_id, segment, previous_width, None, 0.0, deadline, priority)
 
 
 def block(

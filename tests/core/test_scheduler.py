@@ -263,3 +263,27 @@ def test_the_report_counts_queues_blocks_and_instances():
 def test_a_budget_too_small_for_the_network_is_refused_with_both_numbers():
     with pytest.raises(InputError, match=r"vram_budget is .* needs .* raise vram_budget_gib or lower max_batch"):
         server(vram_budget=2 * WEIGHT)
+
+
+def test_a_task_that_counts_as_having_come_later_is_passed_until_then_and_no_longer():
+    """How a dispatcher's order by cost reaches the servers' queues: the bound on waiting is kept in them too."""
+    scheduler, bound, took = server(max_batch=1), 1.0, 0.1
+    loaded(scheduler, 0, 0.5)
+    loaded(scheduler, 0, 1.0)
+    numbers = iter(range(1, 100))
+
+    def arrives(width, now, counts_from):
+        one = msgspec.structs.replace(task(next(numbers)), arrival=counts_from)
+        return scheduler.handle(BlockArrived(block(one.task_id, (one,), width, exact=True)), now)
+
+    (running,) = started(arrives(0.5, 0.0, 0.0))
+    arrives(1.0, 0.0, bound)  # dear: counts as late as it may
+    widths = []
+    for step in range(1, 20):
+        now = step * took
+        arrives(0.5, now - took / 2, now - took / 2)  # cheap ones keep coming, one for each that ends
+        (running,) = started(scheduler.handle(BatchDone(running.batch_id), now))
+        widths.append(running.width)
+        scheduler.check_invariants(now)
+    assert widths.index(1.0) in (9, 10), "as soon as none that came before the bound waits"
+    assert widths.count(1.0) == 1
