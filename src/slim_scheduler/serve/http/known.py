@@ -10,7 +10,7 @@ from copy import copy
 from slim_scheduler.serve.http.request import HttpRequest
 
 LONGEST_HEAD = 2048
-MOST = 1024  # per listener; when it is full, all are forgotten
+MOST = 256  # per listener; when it is full, all are forgotten
 # What a client does about its body is no part of what the head means.
 SPECIAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
