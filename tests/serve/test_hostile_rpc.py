@@ -77,13 +77,32 @@ def test_what_is_malformed_is_invalid_and_short(stub, change):
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"deadline_ms": "soon"}, {"timeout": "-1"}, {"widths": "1"}, {"widht": "1"}, {"priority": "x"}]
+    "parameters",
+    [
+        {"deadline_ms": "soon"},
+        {"deadline_ms": "5_000"},
+        {"deadline_ms": "\u0665\u0660\u0660\u0660"},
+        {"timeout": "-1"},
+        {"widths": "1"},
+        {"widht": "1"},
+        {"priority": "x"},
+    ],
 )
 def test_parameters_without_meaning_are_invalid_with_and_without_a_client_deadline(stub, parameters):
     for timeout in (20, None):
         with pytest.raises(grpc.RpcError) as caught:
             stub.ModelInfer(good(**parameters), timeout=timeout)
         assert caught.value.code() is INVALID
+
+
+@pytest.mark.parametrize("message", [b"\xff" * 40, b"\x2a\xff\x01abc", b"\x0b", good().SerializeToString()[:-1]])
+def test_what_is_no_protobuf_is_invalid_and_no_line_in_the_log(stub, server, message):
+    logged = len(server.errors)
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message, timeout=20)
+    assert caught.value.code() is INVALID
+    assert stub.ModelInfer(good(), timeout=20).raw_output_contents
+    assert server.errors[logged:] == []
 
 
 def test_nothing_wrong_with_one_request_ends_a_stream(stub):

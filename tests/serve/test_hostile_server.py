@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 
 import numpy as np
 import psutil
@@ -100,6 +101,82 @@ def test_what_is_not_http_is_refused(server, data, images):
     assert infer(server.http, images)[0] == 200
 
 
+@pytest.mark.parametrize("word", [b"h2c", b"websocket", b"TLS/1.0", b"anything"])
+def test_a_request_in_the_body_of_an_offer_to_upgrade_is_not_answered(server, images, word):
+    with Wire(server.http) as wire:
+        smuggled = wire.request(images[:1])
+        wire.send(
+            head(b"POST", PATH, b"Connection: Upgrade", b"Upgrade: " + word, b"Content-Length: %d" % len(smuggled))
+        )
+        time.sleep(0.3)  # who reads the head alone may take the rest for a request
+        wire.send(smuggled)
+        assert wire.answer()[0] == 400, "the body is no infer request"
+        wire.send(head(b"GET", b"/v2/nothing"))
+        assert wire.answer()[0] == 404, "the next answer is the next request's"
+
+
+@pytest.mark.parametrize("word", ["h2c", "websocket"])
+def test_an_offer_to_upgrade_is_answered_and_so_is_what_comes_behind_it(server, images, word):
+    with Wire(server.http) as wire:
+        wire.send(wire.request(images[:1], connection="Upgrade", upgrade=word) + wire.request(images[1:2]))
+        assert [wire.answer()[0] for _ in range(2)] == [200, 200]
+
+
+def chunked(body: bytes) -> bytes:
+    return b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+
+
+IMAGE = bytes(256)
+RAW = b"Inference-Header-Content-Length: 0\r\n"
+COUNTED = b"Content-Length: 256\r\n\r\n" + IMAGE
+
+
+@pytest.mark.parametrize(
+    ("start", "fields", "status"),
+    [
+        (b"POST %s HTTP/1.1", b"Host: localhost:evil.com\r\n" + COUNTED, 400),
+        (b"POST %s HTTP/1.1", b"Host: [::1]evil.com\r\n" + COUNTED, 400),
+        (b"POST %s HTTP/1.1", b"Host: localhost:80:80\r\n" + COUNTED, 400),
+        (b"POST http://evil.com%s HTTP/1.1", b"Host: localhost\r\n" + COUNTED, 400),
+        (b"POST http://localhost@evil.com%s HTTP/1.1", b"Host: localhost\r\n" + COUNTED, 400),
+        (b"POST ftp://localhost%s HTTP/1.1", b"Host: localhost\r\n" + COUNTED, 400),
+        (
+            b"POST %s HTTP/1.1",
+            b"Host: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n" + chunked(IMAGE),
+            400,
+        ),
+        (b"POST %s HTTP/1.0", b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked(IMAGE), 400),
+        (b"POST %s HTTP/1.1", b"Host: localhost\r\nExpect: 200-ok\r\n" + COUNTED, 417),
+        (b"POST %s HTTP/2.0", b"Host: localhost\r\n" + COUNTED, 400),
+        (b"POST %s#x HTTP/1.1", b"Host: localhost\r\n" + COUNTED, 400),
+    ],
+    ids=[
+        "a port that is none", "a host behind brackets", "two ports", "another host in the target",
+        "another host behind a user", "another scheme", "gzip and chunked", "chunked in 1.0", "another expectation",
+        "another version", "a fragment",
+    ],
+)  # fmt: skip
+def test_an_inference_that_can_be_read_in_two_ways_is_refused(server, start, fields, status):
+    with Wire(server.http) as wire:
+        wire.send(start % PATH + b"\r\n" + RAW + fields)
+        assert wire.answer()[0] == status
+        assert wire.closed()
+    with Wire(server.http) as wire:  # the same without what is wrong
+        wire.send(b"POST %s HTTP/1.1\r\n" % PATH + RAW + b"Host: localhost\r\n" + COUNTED)
+        assert wire.answer()[0] == 200
+
+
+@pytest.mark.parametrize("text", ["5_000", "\u0665\u0660\u0660\u0660", "\uff15\uff10\uff10\uff10"])
+def test_digits_that_json_does_not_have_are_no_deadline(server, images, text):
+    document = {
+        "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": images[0].ravel().tolist()}],
+        "parameters": {"deadline_ms": text},
+    }
+    status, _, reply = call(server.http, "POST", PATH.decode(), document)
+    assert status == 400
+    assert "a number" in reply["error"]
+
+
 def test_a_flood_of_tiny_chunks_or_trailers_is_cut_off(server, process):
     before = process.memory_info().rss
     chunked = head(b"POST", PATH, b"Transfer-Encoding: chunked", b"Inference-Header-Content-Length: 0")
@@ -171,6 +248,15 @@ def test_conservation_holds_after_all_this(server):
     assert received == ended + found['slim_items_in_flight{model="digits"}']
 
 
+async def unread(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose client takes little of an answer before it reads."""
+    wire = socket.socket()
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(wire, ("127.0.0.1", port))
+    return await asyncio.open_connection(sock=wire, limit=4096)
+
+
 async def test_answers_that_nobody_reads_are_bounded_and_hold_nobody_up(images):
     """Clients that send one request after the other and read no answer, each of which is longer than its request."""
     outputs = [{"name": "logits"}, {"name": "logits", "parameters": {"classification": 10}}]
@@ -181,15 +267,18 @@ async def test_answers_that_nobody_reads_are_bounded_and_hold_nobody_up(images):
     request = head(b"POST", PATH, *fields) + text + bytes(262144)
     server = {"name": "a", "device": "cpu"}
     config = config_from({"model": {"path": "models/digits"}, "servers": [server], "router": {"name": "jsq:0.25"}})
-    async with running(config, Access(), Ports(0), limits=Limits(held_bytes=16 * MIB)) as ports:
-        wires = [await asyncio.open_connection("127.0.0.1", ports.http, limit=1 << 16) for _ in range(4)]
-        for _, writer in wires:
-            writer.write(request * 12)
-        for reader, _ in wires:
-            assert (await reader.readline()).split()[1] in (b"200", b"503")
+    async with running(config, Access(), Ports(0), limits=Limits(held_bytes=8 * MIB)) as ports:
+        statuses, wires = [], []
+        for _ in range(12):  # their answers together are twice as long as may be held
+            reader, writer = await unread(ports.http)
+            wires.append(writer)
+            writer.write(request * 2)
+            statuses.append(int((await reader.readline()).split()[1]))
+        assert statuses[0] == 200
+        assert statuses[-1] == 503
         for _ in range(20):
             assert (await asyncio.to_thread(call, ports.http, "GET", "/v2/health/live"))[0] == 200
-        for _, writer in wires:
+        for writer in wires:
             writer.transport.abort()
         while (await asyncio.to_thread(infer, ports.http, images))[0] != 200:
             await asyncio.sleep(0.01)
@@ -202,7 +291,7 @@ def test_clients_that_leave_in_the_middle_leave_no_word_in_the_log(tmp_path, ima
                 wire.send(wire.request(images[:1]) * (1 + turn % 5) + wire.request(images)[: turn * 20])
                 if turn % 3 == 0:
                     wire.end()
-                if turn % 2 == 0:
+                elif turn % 2 == 0:
                     wire.answer()
         for data in (
             b"\x00" * 100,
