@@ -110,7 +110,7 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     from slim_scheduler.training.environment import ClusterEnv
-    from slim_scheduler.training.ppo import EPOCHS, HIDDEN
+    from slim_scheduler.training.ppo import EPOCHS, GAE_LAMBDA, HIDDEN, MINIBATCH
 
     training = config.training
     reached = _Reached(goal)
@@ -156,10 +156,10 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
             "MlpPolicy",
             envs,
             n_steps=ROLLOUT,
-            batch_size=training.minibatch,
+            batch_size=MINIBATCH,
             n_epochs=EPOCHS,
             learning_rate=training.learning_rate,
-            gae_lambda=training.gae_lambda,
+            gae_lambda=GAE_LAMBDA,
             ent_coef=training.entropy_coef,
             policy_kwargs={"net_arch": [HIDDEN, HIDDEN]},
             seed=1,

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
-from slim_scheduler.model.card import recipe_text
+from slim_scheduler.model.card import training_text
 from slim_scheduler.model.data import load_data
 from slim_scheduler.model.family_import import import_family
 from slim_scheduler.model.fit import fit
@@ -119,7 +119,7 @@ def test_the_manifest_and_the_card_say_who_taught_and_what_it_had_seen(tmp_path)
     assert training.teacher.name == "bright"
     assert training.teacher.sha256 == hashlib.sha256(raw).hexdigest()
     assert training.outside_data == "ImageNet-1k"
-    text = recipe_text(checkpoint.load_manifest(tmp_path / "taught"))
+    text = training_text(checkpoint.load_manifest(tmp_path / "taught"))
     assert "Taught by bright" in text
     assert "81.00 %" in text
     assert "Outside data behind these weights: ImageNet-1k." in text
@@ -127,7 +127,7 @@ def test_the_manifest_and_the_card_say_who_taught_and_what_it_had_seen(tmp_path)
     further = checkpoint.load_manifest(tmp_path / "further").training
     assert (further.teacher, further.outside_data) == (None, "ImageNet-1k"), "what was seen once stays seen"
     assert load_teacher(tmp_path / "further").record.outside_data == "ImageNet-1k"
-    plain = recipe_text(checkpoint.load_manifest("models/digits"))
+    plain = training_text(checkpoint.load_manifest("models/digits"))
     assert "No outside data" in plain
     assert "Taught" not in plain
 
@@ -135,10 +135,10 @@ def test_the_manifest_and_the_card_say_who_taught_and_what_it_had_seen(tmp_path)
 def test_a_teacher_that_saw_the_held_out_images_is_named_as_such(tmp_path):
     write_teacher(tmp_path / "teacher", brightness_network(), manifest(seed=3))
     fit(TINY, "digits", tmp_path / "taught", teacher=tmp_path / "teacher", epochs=1)
-    assert "had seen some of the held-out images" in recipe_text(checkpoint.load_manifest(tmp_path / "taught"))
+    assert "had seen some of the held-out images" in training_text(checkpoint.load_manifest(tmp_path / "taught"))
     write_teacher(tmp_path / "honest", brightness_network(), manifest())
     fit(TINY, "digits", tmp_path / "kept", teacher=tmp_path / "honest", epochs=1)
-    assert "held-out images" not in recipe_text(checkpoint.load_manifest(tmp_path / "kept")).split("```")[0]
+    assert "held-out images" not in training_text(checkpoint.load_manifest(tmp_path / "kept"))
 
 
 def test_a_resumed_run_with_a_teacher_equals_an_uninterrupted_one_and_keeps_its_teacher(tmp_path):

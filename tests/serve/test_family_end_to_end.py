@@ -47,7 +47,6 @@ decisions = 1600
 workers = 1
 rollout_decisions = 100
 episode_rollouts = 2
-minibatch = 64
 observation = "extended"
 warm_start = "cost-model:random"
 warm_start_decisions = 400

@@ -203,7 +203,6 @@ def _cluster(rng: Generator, folder: Path) -> Config:
             "max_waiting_items": int(rng.choice([20, 1000])),
             "max_activation_mib": float(rng.choice([0.05, 100.0])),
             "heartbeat_timeout_s": 3 * period,
-            "loss_grace_s": float(rng.uniform(0.1, 0.5)),
             "no_server_timeout_s": float(rng.uniform(0.5, 2.0)),
             "queue": str(rng.choice(["fifo", "shortest", "least-slack"])),
             "queue_bound_s": 0.3,

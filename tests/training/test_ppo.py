@@ -192,7 +192,7 @@ def test_what_a_decision_imposes_is_taken_from_what_it_earned():
 def test_a_two_armed_bandit_is_solved(kind: str):
     """Server 1, the second of three widths and the first of two groups pay; nothing else does."""
     sizes = NetworkSizes(kind, 2, 3, 2 if kind == "paper" else None, 3, 2, 16)
-    settings = TrainingConfig(learning_rate=1e-2, minibatch=256, entropy_coef=0.0)
+    settings = TrainingConfig(learning_rate=1e-2, entropy_coef=0.0)
     ppo = PPO(PolicyNetwork(sizes, torch.Generator().manual_seed(0)), settings, NO_PLAN)
     rng = np.random.default_rng(0)
     blank = steps(0, 256)

@@ -31,8 +31,6 @@ TINY = {
     "workers": 2,
     "rollout_decisions": 100,
     "episode_rollouts": 2,
-    "checkpoint_updates": 2,
-    "minibatch": 64,
     "observation": "extended",
     "warm_start": "cost-model:random",
     "warm_start_decisions": 400,
@@ -170,7 +168,7 @@ def test_who_sees_no_plan_cannot_be_held_to_one(tmp_path, key):
 @pytest.mark.parametrize("recipe", ["paper", "planned"])
 def test_who_acts_and_who_learns_have_one_policy(tmp_path, recipe):
     """Rollouts act in NumPy and PPO reckons in torch: the same likelihood and value of what was done."""
-    config = load_config(config_file(tmp_path / "cluster", recipe=recipe, observation=None, epsilon_max=0.1))
+    config = load_config(config_file(tmp_path / "cluster", recipe=recipe, observation=None))
     network = fresh_network(config, 1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -232,7 +230,7 @@ def test_a_preset_changes_rewards_and_training_and_nothing_else(tmp_path):
     (tmp_path / "thrifty.toml").write_text("[reward]\nalpha = 0.25\n[training]\ndecisions = 7\n")
     changed = with_preset(config, tmp_path, "thrifty")
     assert (changed.reward.alpha, changed.reward.beta) == (0.25, config.reward.beta)
-    assert (changed.training.decisions, changed.training.minibatch) == (7, 64)
+    assert (changed.training.decisions, changed.training.episode_rollouts) == (7, 2)
     assert changed.servers == config.servers
     with pytest.raises(ConfigError, match="does not exist; files beside the configuration: cluster, thrifty"):
         with_preset(config, tmp_path, "lavish")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.dispatch.limits import SLOW_ROUTER
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import (
     FrontTurned,
@@ -116,7 +117,7 @@ class SlimEngine:
         self._normalization = normalization or Normalization.none(shape)
         inputs = router_inputs(config, shape, profiles)
         chosen = build_router(self.router_name, inputs)
-        timed = TimedRouter(chosen, config.router.slow_ms / 1e3)
+        timed = TimedRouter(chosen, SLOW_ROUTER)
         dispatcher = build_dispatcher(
             config,
             shape,

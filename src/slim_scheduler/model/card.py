@@ -1,16 +1,13 @@
-"""The model card: recipe, curve, costs and accuracy of checkpoints as Markdown, every number read from a manifest.
+"""The model card: training, costs and accuracy of checkpoints as Markdown, every number read from a manifest.
 
 `write_card` makes docs/model-card.md; typed by hand are only the paper's tables and the
 licences.
 """
 
-import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import msgspec
 
 from slim_scheduler.core.accuracy import tuple_name
 from slim_scheduler.core.confidence import BINS
@@ -28,7 +25,6 @@ TABLE_II = {
 }
 LINE = 120
 LAST_EPOCHS = 5
-CURVE_POINTS = 8  # rows of a training curve: enough to see its slope
 
 
 def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
@@ -42,7 +38,7 @@ def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
 
 
 def wrapped(part: str) -> str:
-    """A part with its paragraphs, list entries and recipe in lines of at most 120 characters; tables stay."""
+    """A part with its paragraphs, and list entries in lines of at most 120 characters; tables stay."""
     lines = []
     for line in part.split("\n"):
         if len(line) <= LINE or line.startswith("|"):
@@ -54,7 +50,7 @@ def wrapped(part: str) -> str:
 
 
 def model_section(name: str, manifest: Manifest) -> list[str]:
-    """One model: cost per width, accuracy, the paper's tables where they apply, recipe, curve."""
+    """One model: cost per width, accuracy, the paper's tables where they apply, training."""
     arch = architecture_of(manifest.architecture)
     parts = [f"## {name}", description(manifest), cost_table(manifest)]
     test = manifest.accuracy.get("test", {})
@@ -66,9 +62,7 @@ def model_section(name: str, manifest: Manifest) -> list[str]:
         parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test)]
         parts.append(distance_text(manifest))
     if manifest.training is not None:
-        parts += [recipe_text(manifest), "Curve (loss of the widest net on training batches; top-1 % on up to"]
-        parts[-1] += " 1,000 held-out training images):"
-        parts.append(curve_table(manifest, arch))
+        parts.append(f"{training_text(manifest)} Settings and curve: `training` in `models/{name}/manifest.json`.")
     return parts
 
 
@@ -175,19 +169,16 @@ def smoothed_label_entropy(smoothing: float, classes: int) -> float:
     return -right * math.log(right) - ((classes - 1) * other * math.log(other) if other else 0.0)
 
 
-def recipe_text(manifest: Manifest) -> str:
+def training_text(manifest: Manifest) -> str:
+    """On what, how long and by whom it was trained."""
     training = manifest.training
     assert training is not None
-    fields = msgspec.to_builtins(training.recipe).items()
-    used = {name: value for name, value in fields if training.teacher or not name.startswith("teacher_")}
-    recipe = json.dumps(used)
     epochs = training.history[-1].epoch if training.history else 0.0
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
         f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
         f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured."
-        f"{further} {teaching_text(training)}\n\n"
-        f"```json\n{recipe}\n```"
+        f"{further} {teaching_text(training)}"
     )
 
 
@@ -203,20 +194,6 @@ def teaching_text(training: Training) -> str:
     kept = (teacher.data, teacher.seed, teacher.held_out) == (training.data, training.seed, training.recipe.held_out)
     seen = "" if kept else " It had seen some of the held-out images: accuracy on them is no honest estimate."
     return f"Taught by {teacher.name} (SHA-256 `{teacher.sha256[:16]}...`{top1}).{seen} {text}"
-
-
-def curve_table(manifest: Manifest, arch: Architecture) -> str:
-    assert manifest.training is not None
-    history = manifest.training.history
-    step = max(1, -(-len(history) // CURVE_POINTS))
-    kept = [record for i, record in enumerate(history, 1) if i % step == 0 or i == len(history)]
-    names = [f"{width:g}" for width in arch.widths]
-    rows = [
-        [f"{r.epoch:g}", f"{r.seconds / 60:.1f}", str(r.image_size), f"{r.loss:.3f}"]
-        + [f"{100 * r.top1[name]:.1f}" for name in names]
-        for r in kept
-    ]
-    return table(("epoch", "minutes", "pixels", "loss", *(f"width {name}" for name in names)), rows)
 
 
 def design_table(presets: Iterable[Preset]) -> str:

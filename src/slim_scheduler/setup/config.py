@@ -92,6 +92,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float | Literal["auto"],
         key("user", "how long tasks may be held back for a batch worth starting; 0: not at all, the paper's"),
     ] = 0.0
+    tile: Annotated[
+        int | Literal["auto"],
+        key("expert", "with a batch window: so many tasks of a key are worth starting; `auto`: the profile's knee"),
+    ] = "auto"
     slowdown: Annotated[
         float, key("user", "takes so many times as long; live it waits without using the CPU, counted busy", above=0)
     ] = 1.0
@@ -146,9 +150,6 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, key("expert", "segment 0 is held back while waiting activations take more", above=0)
     ] = 2048.0
     heartbeat_timeout_s: Annotated[float, key("expert", "a server silent for so long is out of service", above=0)] = 0.8
-    loss_grace_s: Annotated[
-        float, key("expert", "a block that reports leave out for so long was lost and is sent again", above=0)
-    ] = 2.0
     no_server_timeout_s: Annotated[float, key("expert", "items fail after so long without any server", above=0)] = 30.0
 
 
@@ -197,7 +198,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fallback: Annotated[
         str, key("user", "decides where the router cannot; empty: `cost-model` at the middle width")
     ] = ""
-    slow_ms: Annotated[float, key("expert", "a decision that takes longer suspends the router", above=0)] = 20.0
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
     escalation: Annotated[
         bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
@@ -295,7 +295,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[int, key("expert", "processes that act, each with episodes of its own", above=0)] = 2
     rollout_decisions: Annotated[int, key("expert", "decisions of one worker per update", above=0)] = 2048
     episode_rollouts: Annotated[int, key("expert", "rollouts after which an episode is cut", above=0)] = 4
-    minibatch: Annotated[int, key("expert", "samples per gradient step", above=0)] = 1024
     learning_rate: Annotated[float, key("expert", "of Adam, at the start", above=0)] = 1e-3
     entropy_coef: Annotated[float, key("paper", "c_H of eq. 13", least=0)] = 0.003
     plan_coef: Annotated[float, key("expert", "`planned`: how strongly the width is held to the plan's next")] = 0.0
@@ -303,14 +302,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_rho: Annotated[
         float, key("expert", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
     ] = 0.89
-    epsilon_max: Annotated[float | None, key("expert", "eq. 5, at the start; none: the recipe's", least=0, most=1)] = (
-        None
-    )
     horizon_s: Annotated[
         float | None,
         key("expert", "returns look ahead, discounted with this time constant; none: eq. 8, one step", above=0),
     ] = None
-    gae_lambda: Annotated[float, key("expert", "how far returns with `horizon_s` look ahead", least=0, most=1)] = 0.97
     target_delay_s: Annotated[
         float | None,
         key("expert", "a decision is charged the plan's price, times how much longer tasks stay than this", above=0),
@@ -318,9 +313,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     charged_batch: Annotated[
         Literal["own", "shared"], key("expert", "charged for a batch of its own, or its share of the one that ran")
     ] = "own"
-    reward_scale: Annotated[
-        Literal["rollout", "run"], key("expert", "rewards are scaled by each rollout's figures or the run's")
-    ] = "run"
     backlog_s: Annotated[
         float, key("expert", "half of the episodes begin with up to so much work waiting", least=0)
     ] = 0.0
@@ -334,17 +326,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warm_start_doubt: Annotated[float, key("expert", "share of even choices in what is imitated", least=0, most=1)] = (
         0.1
     )
-    checkpoint_updates: Annotated[int, key("expert", "updates between checkpoints", above=0)] = 8
 
     @property
     def resolved(self) -> RouterRecipe:
         """The recipe, with what these settings say otherwise."""
         recipe = RECIPES[self.recipe]
-        return msgspec.structs.replace(
-            recipe,
-            observation=self.observation or recipe.observation,
-            epsilon_max=recipe.epsilon_max if self.epsilon_max is None else self.epsilon_max,
-        )
+        return msgspec.structs.replace(recipe, observation=self.observation or recipe.observation)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -522,6 +509,8 @@ def _check_servers(config: Config) -> None:
             raise ConfigError(
                 f'servers.{i}.batch_window_ms is {server.batch_window_ms:g}; it must be "auto", or 0 or more and finite'
             )
+        if server.tile != "auto" and server.tile < 1:
+            raise ConfigError(f'servers.{i}.tile is {server.tile}; it must be "auto", or 1 or more')
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")

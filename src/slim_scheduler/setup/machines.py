@@ -30,6 +30,7 @@ from slim_scheduler.setup.profiles import profile_name, read_profile
 from slim_scheduler.setup.routers import RouterInputs, parse_router
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
+LOSS_GRACE = 2.5  # so many times the heartbeat timeout: a block that reports leave out for so long was lost
 COMPILED = ("openvino:", "onnxruntime:")  # devices that run compiled graphs
 # Of the weights: as the graph has them and as its kernels want them. Measured: 2.04 in float32 on both, 1.54 in bf16.
 COMPILED_COPIES = 2
@@ -170,9 +171,8 @@ def build_dispatcher(
         max_activation_bytes=int(dispatch.max_activation_mib * 2**20),
         home_matters=config.network.activations,
         heartbeat_timeout=dispatch.heartbeat_timeout_s,
-        loss_grace=dispatch.loss_grace_s + 2 * config.telemetry.age_s,
+        loss_grace=LOSS_GRACE * dispatch.heartbeat_timeout_s + 2 * config.telemetry.age_s,
         no_server_timeout=dispatch.no_server_timeout_s,
-        slow_router=config.router.slow_ms / 1e3,
         batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
     )
     inputs = router_inputs(config, shape, profiles)
@@ -210,6 +210,7 @@ def build_server(
         max_concurrent_batches=server.concurrency,
         max_upgrade=server.max_upgrade,
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
+        tile=None if server.tile == "auto" else server.tile,
         credit=server.credit,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )

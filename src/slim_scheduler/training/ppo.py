@@ -40,6 +40,8 @@ EPOCHS = 3  # passes over the samples per update (K)
 CLIP_COEF = 0.2  # epsilon of eqs. 9 and 10
 VALUE_COEF = 0.5  # c_v of eq. 13
 MAX_GRAD_NORM = 0.5
+MINIBATCH = 1024  # samples per gradient step
+GAE_LAMBDA = 0.95  # how far returns with a horizon look ahead
 
 
 # ---- the loop
@@ -66,9 +68,9 @@ def train(
     per_update = training.workers * training.rollout_decisions
     warm = _whole_episodes(training.warm_start_decisions if training.warm_start else 0, per_update, config)
     last = warm + -(-training.decisions // per_update)
-    every = _whole_episodes(training.checkpoint_updates, 1, config)
+    every = training.episode_rollouts  # no episode is open then
     scale, decided = state.scale, state.decided
-    horizon = Horizon(training.horizon_s, training.gae_lambda)
+    horizon = Horizon(training.horizon_s, GAE_LAMBDA)
     by_tasks = training.resolved.reward_weight == "tasks"
     trajectories = [Trajectory(horizon, by_tasks) for _ in range(training.workers)]
     curves = Curves(out, state.update)
@@ -85,9 +87,7 @@ def train(
             )
             rollouts = workers.collect(order)
             scale.learn(rollouts, by_tasks, horizon)
-            own = training.reward_scale == "rollout"
-            scales = [RewardScale.of(r, by_tasks, horizon) if own else scale for r in rollouts]
-            samples = Samples.join([t.add(r, s) for t, r, s in zip(trajectories, rollouts, scales, strict=True)])
+            samples = Samples.join([t.add(r, scale) for t, r in zip(trajectories, rollouts, strict=True)])
             rng = np.random.default_rng([seed, update])
             if imitating:
                 stats = ppo.imitate(samples, rng)
@@ -247,7 +247,7 @@ class PPO:
         stats = UpdateStats(explained_variance=_explained(samples.returns, samples.steps.value))
         parts = 0
         for _ in range(EPOCHS):
-            for rows in _minibatches(len(returns), settings.minibatch, rng):
+            for rows in _minibatches(len(returns), MINIBATCH, rng):
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 log_ratio = joint_log_prob(out, action[rows], epsilon[rows], allowed[rows]) - old_log_prob[rows]
                 ratio = log_ratio.exp()
@@ -291,7 +291,7 @@ class PPO:
         stats = UpdateStats(explained_variance=_explained(samples.returns, samples.steps.value))
         parts = 0
         for _ in range(EPOCHS):
-            for rows in _minibatches(len(returns), settings.minibatch // 4 + 1, rng):
+            for rows in _minibatches(len(returns), MINIBATCH // 4 + 1, rng):
                 out = self.network(Inputs(*[part[rows] for part in inputs]))
                 likelihood = joint_log_prob(out, action[rows], nothing[rows], allowed[rows]).mean()
                 value_loss = (0.5 * (returns[rows] - out.value) ** 2).mean()

@@ -77,13 +77,6 @@ class RewardScale(msgspec.Struct):
         self.spread = keep * self.spread + (1 - keep) * max(spread, SMALL)
         self.updates += 1
 
-    @staticmethod
-    def of(rollout: Rollout, by_tasks: bool, horizon: Horizon) -> "RewardScale":
-        """One rollout's own."""
-        scale = RewardScale()
-        scale.learn([rollout], by_tasks, horizon)
-        return scale
-
     def _returns(self, rollout: Rollout, sums: bool, horizon: Horizon) -> Reals:
         """Of a rollout's own decisions, as far as their rewards are known."""
         steps = rollout.steps

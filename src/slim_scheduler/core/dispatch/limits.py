@@ -4,6 +4,8 @@ import msgspec
 
 from slim_scheduler.core.types import Bytes, Seconds
 
+SLOW_ROUTER: Seconds = 0.02  # a decision that takes longer suspends the router
+
 
 class DispatchLimits(msgspec.Struct, frozen=True):
     """What bounds the dispatcher, in the core's units (`DispatchConfig` says what each is)."""
@@ -18,6 +20,6 @@ class DispatchLimits(msgspec.Struct, frozen=True):
     heartbeat_timeout: Seconds = 0.8
     loss_grace: Seconds = 2.0
     no_server_timeout: Seconds = 30.0
-    slow_router: Seconds = 0.02
+    slow_router: Seconds = SLOW_ROUTER
     router_probe: Seconds = 1.0
     batch_windows: bool = False  # some server has one, and wants to know what may follow a block
