@@ -1,8 +1,8 @@
 """The simulator against reality: the same arrivals, routers and seeds, live and simulated, in one run.
 
 Section 5 of the experiments: three unequal live servers on this machine, their profile measured by `slim measure`'s own
-code with all of them active; saturated runs, and 0.3, 0.6 and 0.85 of their throughput. `ratio` is simulated over live,
-so 1 is perfect.
+code with all of them active; saturated runs, and 0.3, 0.6 and 0.85 of their throughput, without batch windows and with
+automatic ones. `ratio` is simulated over live, so 1 is perfect.
 
 What makes the comparison well-posed, and why:
 - The servers wait for most of their time (`slowdown`), together half a core's work: simulated servers are independent
@@ -21,7 +21,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ from slim_scheduler.sim.host import simulate
 
 PRESET = "cifar100-lean"  # weights and images are random, which costs the same
 SLOWDOWNS = (4.0, 6.0, 8.0)
-WIDTHS = (1.0, 0.75, 1.0, 0.75)
+WIDTHS = (0.75, 0.75, 0.75, 0.75)
 ROUTER = "jsq:" + "/".join(f"{width:g}" for width in WIDTHS)
 MAX_BATCH = 8
 BATCHES = (1, 2, 4, 8)
@@ -57,6 +57,7 @@ SEEDS = range(1, 9)
 FLOODS = range(1, 5)
 DURATION_S = 6.0
 WARMUP_S = 1.0
+WINDOWS: dict[str, float | Literal["auto"]] = {"sim_vs_live": 0.0, "sim_vs_live_windows": "auto"}
 BEYOND = 1.5  # saturated: so many times what the simulator, asked first, thinks the servers carry
 FLOOD_RATE = 2000.0
 FLOOD_WAITING = 128  # a bounded queue: in a growing one items would only ever begin
@@ -89,15 +90,23 @@ def run() -> dict[str, dict[str, Any]]:
         )
         runner.run(measurement.__aenter__())
         try:
-            return _compare(_Comparison(config, folder, runner, measurement))
+            rows = {}
+            for named, window in WINDOWS.items():
+                rows |= _compare(_Comparison(_windowed(config, window), folder, runner, measurement), named)
+            return rows
         finally:
             runner.run(measurement.stop())
 
 
-def _compare(comparison: "_Comparison") -> dict[str, dict[str, Any]]:
+def _windowed(config: Config, window: float | Literal["auto"]) -> Config:
+    servers = tuple(msgspec.structs.replace(server, batch_window_ms=window) for server in config.servers)
+    return msgspec.structs.replace(config, servers=servers)
+
+
+def _compare(comparison: "_Comparison", named: str) -> dict[str, dict[str, Any]]:
     floods = [comparison.pair("saturated", comparison.beyond(), seed, "cut") for seed in FLOODS]
     capacity = float(np.mean([pair.live["throughput_items_s"] for pair in floods]))
-    results = {"sim_vs_live_throughput": _row(floods, lambda of: of["throughput_items_s"], "items/s", 0.0)}
+    results = {f"{named}_throughput": _row(floods, lambda of: of["throughput_items_s"], "items/s", 0.0)}
     pairs: dict[float, list[Pair]] = {load: [] for load in LOADS}
     for seed in SEEDS:
         for load in LOADS:
@@ -105,7 +114,7 @@ def _compare(comparison: "_Comparison") -> dict[str, dict[str, Any]]:
     for load in LOADS:
         for name in ("mean", "p95"):
             row = _row(pairs[load], lambda of, name=name: 1e3 * of["latency_s"][name], "ms", load)
-            results[f"sim_vs_live_latency_{name}_at_{load:g}"] = row
+            results[f"{named}_latency_{name}_at_{load:g}"] = row
     return results
 
 
