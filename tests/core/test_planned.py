@@ -1,15 +1,18 @@
 """The observation `planned`: to follow the plan is to copy its next choice."""
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.planned import MOST_BEHIND
+from slim_scheduler.core.router.plan.choices import pairs, uniform
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision
 from tests.core.facts import FACTS_OF_TWO, WIDTHS, Table, seen, view
+from tests.core.test_escalation import table
 
 FACTS = FACTS_OF_TWO
 KINDS = [(0, None), (1, 0.5), (1, 1.0)]
@@ -84,3 +87,35 @@ def test_with_all_planned_servers_full_the_width_is_told_where_the_queue_may_gro
     full = view(seen("a", {(0, 0.5): 64}), seen("b", {(0, 0.5): 64}))
     next_width, next_server = told(planned(rho), full)
     assert (next_width.sum(), next_server.sum()) == (widths, 0)
+
+
+def on_second_pass(now, margin):
+    """The same view of a head on its second pass."""
+    return msgspec.structs.replace(now, head=msgspec.structs.replace(now.head, again=True, margin=margin))
+
+
+def test_a_policy_of_second_passes_sees_pass_and_margin_beside_the_plan():
+    plans = Plans(FACTS, Table(), 1.0, pairs(FACTS, table(), uniform(table())))
+    encoder = build_encoder("escalating", FACTS, 0.1, lambda: plans)
+    beside = build_encoder("planned", FACTS, 0.1, lambda: plans)
+    columns, more = encoder.layout.shared, slice(beside.layout.shared.size, None)
+    for again, margin in ((0.0, None), (1.0, 0.25)):
+        now = view(seen("a"), seen("b"), waiting=4)
+        if again:
+            now = on_second_pass(now, margin)
+        found, known = encoder.encode(now), beside.encode(now)
+        assert (found.shared[columns["again"]], found.shared[columns["margin"]]) == (again, margin or 0.0)
+        assert list(found.shared[more]) == [again, margin or 0.0], "new figures stand behind the known ones"
+        assert np.array_equal(found.shared[: len(known.shared)], known.shared)
+        assert np.array_equal(found.servers, known.servers)
+
+
+def test_the_plan_that_is_seen_says_who_runs_again():
+    plans = Plans(FACTS, table(), 1.0, pairs(FACTS, table(), uniform(table())))
+    encoder = build_encoder("escalating", FACTS, 0.1, lambda: plans)
+    encoder.encode(view(seen("a"), seen("b"), waiting=0, now=1.0, completed=110))
+    margins = table().margin((0.5, 0.5)).astype(float).tolist()
+    decided = [encoder.second((0.5, 0.5), margin) for _ in range(10) for margin in margins]
+    assert set(decided) == {None, (1.0, 1.0)}
+    assert escalation_of(encoder) is encoder
+    assert escalation_of(planned()) is None, "a plan of one pass lets nobody run again"

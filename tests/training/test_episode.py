@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.router.escalation import FixedEscalation
 from slim_scheduler.core.types import Decision
 from slim_scheduler.training.environment import ENV_ID, ClusterEnv
 from slim_scheduler.training.episode import Episode
@@ -58,6 +60,28 @@ def test_the_end_charges_unfinished_blocks_for_their_age(tmp_path):
     assert {credit.decision for credit in charged} == set(range(1, 21)) - finished
     assert all(credit.reward == pytest.approx(-credit.latency) for credit in charged)
     assert max(credit.latency for credit in charged) > 0
+
+
+@pytest.mark.parametrize(("margin", "passes"), [(0.1, 2), (0.9, 1)])
+def test_only_the_answer_that_is_given_counts(tmp_path, margin, passes):
+    table = small_table()
+    columns = {widths: table.correct(widths) for widths in table.tuples}
+    table = AccuracyTable(columns, split="held-out", data="x", margins=dict.fromkeys(columns, np.full(100, margin)))
+    episode = Episode(one_item(tmp_path), table, seed=0, escalation=FixedEscalation((1.0, 1.0), 0.5))
+    passed = []
+    while episode.view is not None:
+        passed.append(episode.view.head.again)
+        episode.decide(Decision("a", episode.view.head.widths[0], 1))
+    earned = [credit.accuracy for credit in episode.take_credits()]
+    mean = np.mean([table.top1(widths) for widths in table.tuples])
+    sample = episode._samples[0]
+    if passes == 2:
+        assert passed == [False, False, True, True]
+        assert earned[1] == pytest.approx(mean), "the first pass is no answer"
+        assert earned[3] == table.correct((1.0, 1.0))[sample]
+    else:
+        assert passed == [False, False]
+        assert earned[1] == table.correct((0.5, 0.5))[sample]
 
 
 class Ledger:

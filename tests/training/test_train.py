@@ -13,9 +13,11 @@ import pytest
 import tomli_w
 import torch
 
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.learned.router import learned_router
 from slim_scheduler.core.router.plan.plans import RHO
+from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 from slim_scheduler.setup.config import TrainingConfig, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
 from slim_scheduler.setup.policy_files import read_policy
@@ -142,6 +144,37 @@ def test_a_policy_that_sees_the_plan_is_trained_and_routes(tmp_path):
     simulation = Simulation(config, "ppo", 0, recorder=fallbacks, router=router)
     assert simulation.run().counts["items"]["answered"] > 400
     assert not fallbacks.found
+
+
+def test_a_policy_that_learned_with_second_passes_lets_items_run_again(tmp_path):
+    file = config_file(tmp_path / "cluster", warm_start="lp", observation="planned")
+    unsure_where_wrong(tmp_path / "cluster")
+    train(load_config(file, ("router.escalation=true",)), tmp_path / "out")
+    assert read_policy(tmp_path / "out")[0].kind == "escalating"
+    config = load_config(file)  # the policy knows it; the configuration need not say so
+    sure = np.where(small_table().correct((0.5, 0.5)), 0.9, 0.1).tolist()
+    fallbacks = Fallbacks()
+    simulation = Simulation(
+        config,
+        f"ppo:{tmp_path / 'out'}",
+        0,
+        recorder=fallbacks,
+        margin=lambda item, widths: sure[item % 100] if widths == (0.5, 0.5) else 0.9,
+    )
+    result = simulation.run()
+    answered = result.counts["items"]["answered"]
+    assert answered > 400
+    assert 2 * answered < result.tasks < 4 * answered, "some items ran twice, and not all"
+    assert not fallbacks.found
+
+
+def unsure_where_wrong(folder: Path) -> None:
+    """Accuracy files whose narrow answers have a small margin where they are wrong."""
+    for split, name in TABLE_FILES.items():
+        table = small_table(split)
+        columns = {widths: table.correct(widths) for widths in table.tuples}
+        margins = {widths: np.where(right, 0.9, 0.1) for widths, right in columns.items()}
+        write_accuracy(AccuracyTable(columns, split=split, data="made up", margins=margins), folder / name)
 
 
 def test_plans_are_as_busy_by_default_as_those_of_lp():

@@ -113,7 +113,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
     `widths` are the widths a decision may choose; `slack` is the time to the deadline, None without one. `age` counts
     from the task's entry to the FIFO, `item_age` from its request's arrival. `again`: its items are on their second
-    pass, whose width tuple is among the constraints.
+    pass, whose width tuple is among the constraints, and `margin` is the oldest one's after the first.
     """
 
     segment: int
@@ -126,6 +126,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     constraints: TaskConstraints | None = None
     item_age: Seconds = 0.0
     again: bool = False
+    margin: float | None = None
 
 
 class View(msgspec.Struct, frozen=True, gc=False):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.router.learned.layout import Kind
 from slim_scheduler.core.types import ServerName
 from slim_scheduler.setup.recipes import RECIPES, RouterRecipe
 from slim_scheduler.setup.removed import REMOVED
@@ -200,7 +201,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
     escalation: Annotated[
-        bool, key("user", "`lp` plans second passes at another width for items whose first answer has a small margin")
+        bool, key("user", "`lp`, and policies trained so, run items again at another width whose first answer has a small margin")
     ] = False
 
 
@@ -349,6 +350,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record: RecordConfig = RecordConfig()
     cluster: ClusterConfig = ClusterConfig()
     training: TrainingConfig = TrainingConfig()
+
+    @property
+    def observation(self) -> Kind:
+        """What a policy that is trained with this sees: beside plans of two passes, where `lp` would make them."""
+        kind = self.training.resolved.observation
+        return "escalating" if kind == "planned" and self.router.escalation else kind
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:

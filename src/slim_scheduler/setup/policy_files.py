@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from slim_scheduler.core.accuracy import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.learned.observation import Floats
@@ -62,7 +62,7 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
 
 
 def load_router(
-    path: Path, facts: RouterFacts, accuracy: Callable[[], AccuracyPrior], name: str = "", sample: bool = False
+    path: Path, facts: RouterFacts, accuracy: Callable[[], AccuracyTable], name: str = "", sample: bool = False
 ) -> LearnedRouter:
     """The router of a policy folder in a run with these facts. Raises CheckpointError."""
     manifest, parameters = read_policy(path)

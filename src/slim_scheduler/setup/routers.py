@@ -29,6 +29,7 @@ from slim_scheduler.core.router.heuristics import (
     width_shares,
     width_tuple,
 )
+from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
 from slim_scheduler.core.router.plan.follower import FOLLOWED_PASSES, FOLLOWED_RISE, FOLLOWED_STEPS, PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans, check_rho
@@ -114,6 +115,8 @@ def build_escalation(router: Router, inputs: RouterInputs) -> Escalation | None:
     """Which items run again under a router: as its W says, or its plan. None: none does. Raises InputError."""
     if isinstance(router, PlanFollower):
         return router if inputs.escalates else None
+    if isinstance(router, LearnedRouter):
+        return router.escalation
     argument = parse_router(router.name).argument
     passes = argument.passes if isinstance(argument, WidthArgument) else None
     if passes is None:

@@ -31,7 +31,7 @@ from slim_scheduler.core.messages import (
     WakeAt,
 )
 from slim_scheduler.core.profile import Profile
-from slim_scheduler.core.router.base import Router
+from slim_scheduler.core.router.base import Escalation, Router
 from slim_scheduler.core.server.scheduler import ServerScheduler
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import (
@@ -110,7 +110,7 @@ class Simulation:
     """A run that is stepped through event by event; `run` does all of it.
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
-    `router`, where given, is used instead of the one `router_name` names. Servers in `joins` come at that time, the
+    `router`, where given, is used instead of the one `router_name` names, with its `escalation`. Servers in `joins` come at that time, the
     others are there from the beginning. `margin` of an item's answer at a width tuple is for routers that let items run
     again. Raises ConfigError where it is missing for one.
     """
@@ -124,13 +124,14 @@ class Simulation:
         recorder: StepObserver,
         arrivals: Arrivals | None = None,
         router: Router | None = None,
+        escalation: Escalation | None = None,
         joins: Mapping[ServerName, Seconds] | None = None,
         margin: Callable[[ItemId, WidthTuple], float] | None = None,
     ) -> None:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
         self.agenda = Agenda()
-        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed, router=router)
+        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed, router=router, escalation=escalation)
         self.arrivals = generate(config.workload, seed, 1) if arrivals is None else arrivals
         self.done = False
         self._config = config

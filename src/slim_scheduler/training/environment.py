@@ -15,7 +15,7 @@ from gymnasium import spaces
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import full_batch_time
-from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.observation import (
     UNKNOWN,
     Encoder,
@@ -53,7 +53,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
         self._accuracy = router_accuracy(self._config)
-        self._plans = PlansOf(self._accuracy, self._config.training.plan_rho)
+        self._plans = PlansOf(self._accuracy, self._config.training.plan_rho, self._config.router.escalation)
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.resolved.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups
@@ -76,14 +76,13 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             int(self.np_random.integers(LARGEST_SEED)),
             expected=training.resolved.accuracy == "expected",
             backlog=scenario.backlog,
+            escalation=escalation_of(self._encoder),
         )
         self._observe(self._episode)
         return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
 
     def _encoder_for(self, facts: RouterFacts) -> Encoder:
-        training = self._config.training
-        plans = partial(self._plans, facts)
-        return build_encoder(training.resolved.observation, facts, self._batch_time, plans)
+        return build_encoder(self._config.observation, facts, self._batch_time, partial(self._plans, facts))
 
     def step(self, action: np.ndarray) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         episode = self._episode

@@ -13,6 +13,7 @@ from numpy.random import Generator
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported, StartBatch
 from slim_scheduler.core.reward import block_reward, undone_reward
+from slim_scheduler.core.router.base import Escalation
 from slim_scheduler.core.types import Batch, Block, Decision, Joules, Seconds, ServerName, WidthTuple
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
@@ -54,7 +55,8 @@ class Episode:
 
     `expected`: a last segment's accuracy is its tuple's measured share of right answers, not each item's outcome.
     Arrivals of the first `backlog` seconds wait at the start. `charges`, where they are given, say what a
-    decision costs others.
+    decision costs others. With an `escalation` items run again; then only the answer that is given counts, `expected`
+    as the confidence that its margin stands for.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Episode:
         expected: bool = False,
         backlog: Seconds = 0.0,
         charges: Charges | None = None,
+        escalation: Escalation | None = None,
     ) -> None:
         self._weights = config.reward
         self._accuracy = accuracy
@@ -74,12 +77,21 @@ class Episode:
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
         self._charges = charges
+        self._escalates = escalation is not None
+        self._margins: dict[WidthTuple, list[float]] = {}
         arrivals = generate(config.workload, seed, accuracy.items)
         arrivals = arrivals._replace(times=np.maximum(arrivals.times - backlog, 0.0))
         self._samples = arrivals.samples.tolist()
         self._choice = _Choice()
         self.simulation = Simulation(
-            config, self._choice.name, seed, recorder=self, arrivals=arrivals, router=self._choice
+            config,
+            self._choice.name,
+            seed,
+            recorder=self,
+            arrivals=arrivals,
+            router=self._choice,
+            escalation=escalation,
+            margin=self._margin if self._escalates else None,
         )
         self._devices = [server.device for server in self.simulation.servers.values()]
         self._utilization: dict[ServerName, float | None] = dict.fromkeys(self.simulation.servers)
@@ -158,6 +170,8 @@ class Episode:
 
     def _right(self, item: int, widths: WidthTuple) -> float:
         """The prior of the widths so far; of a complete tuple its share of right answers, or this item's outcome."""
+        if self._escalates and len(widths) == self._accuracy.segments:
+            return self._answer(item, widths)
         if self._expected or len(widths) < self._accuracy.segments:
             share = self._shares.get(widths)
             if share is None:
@@ -167,6 +181,21 @@ class Episode:
         if verdicts is None:
             verdicts = self._verdicts[widths] = self._accuracy.correct(widths).tolist()
         return float(verdicts[self._samples[item]])
+
+    def _answer(self, item: int, widths: WidthTuple) -> float:
+        """Of a complete pass: nothing that counts, where the item runs again."""
+        if self.simulation.dispatcher.runs_again(item):
+            return self._mean_top1
+        calibration = self._accuracy.calibration
+        if self._expected and calibration is not None:
+            return calibration.confidence(widths[-1], self._margin(item, widths))
+        return float(self._accuracy.correct(widths)[self._samples[item]])
+
+    def _margin(self, item: int, widths: WidthTuple) -> float:
+        margins = self._margins.get(widths)
+        if margins is None:
+            margins = self._margins[widths] = self._accuracy.margin(widths).tolist()
+        return float(margins[self._samples[item]])
 
     def _energy(self) -> Joules:
         now = self.simulation.agenda.now

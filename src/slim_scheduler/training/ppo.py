@@ -127,11 +127,11 @@ def fresh_network(config: Config, seed: int) -> PolicyNetwork:
 
 
 def _layout(config: Config, facts: RouterFacts) -> Layout:
-    return layout_of(config.training.resolved.observation, facts.shape, len(facts.servers))
+    return layout_of(config.observation, facts.shape, len(facts.servers))
 
 
 def _sizes(config: Config, facts: RouterFacts) -> NetworkSizes:
-    kind, layout = config.training.resolved.observation, _layout(config, facts)
+    kind, layout = config.observation, _layout(config, facts)
     return NetworkSizes(
         kind=kind,
         shared=layout.shared.size,
@@ -147,7 +147,7 @@ def _manifest(config: Config, facts: RouterFacts, seed: int) -> PolicyManifest:
     training, shape = config.training, facts.shape
     return PolicyManifest(
         layout=LAYOUT,
-        kind=training.resolved.observation,
+        kind=config.observation,
         network=shape.name,
         segments=shape.segments,
         widths=shape.widths,

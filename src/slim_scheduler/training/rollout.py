@@ -16,7 +16,7 @@ from numpy.random import Generator, default_rng
 
 from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.router.costs import full_batch_time
-from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.observation import (
     Encoder,
     Floats,
@@ -94,10 +94,11 @@ class Actor:
     def __init__(self, config: Config, seed: int, worker: int) -> None:
         self._config = config
         self._training = config.training
+        self._kind = config.observation
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
         self._accuracy = router_accuracy(config)
-        self._plans = PlansOf(self._accuracy, config.training.plan_rho)
+        self._plans = PlansOf(self._accuracy, config.training.plan_rho, config.router.escalation)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
         self._rng: Generator
@@ -114,7 +115,7 @@ class Actor:
             stream = (self._seed, self._worker, order.update, bool(order.teacher))
             self._rng = default_rng([int(part) for part in stream])
             self._begin()
-        network = build_network(training.resolved.observation, order.parameters)
+        network = build_network(self._kind, order.parameters)
         steps = self._empty(order.decisions)
         credits: list[Credit] = []
         memory = 0.0
@@ -153,7 +154,7 @@ class Actor:
         while True:  # a workload that happens to be without arrivals has nothing to decide
             self._scenario = self._scenarios.draw(self._rng)
             facts, training = self._scenario.facts, self._training
-            self._encoder = build_encoder(training.resolved.observation, facts, self._batch_time, self._plans_here)
+            self._encoder = build_encoder(self._kind, facts, self._batch_time, self._plans_here)
             self._episode = Episode(
                 self._scenario.config,
                 self._accuracy,
@@ -161,6 +162,7 @@ class Actor:
                 expected=training.resolved.accuracy == "expected",
                 backlog=self._scenario.backlog,
                 charges=self._charges(),
+                escalation=escalation_of(self._encoder),
             )
             self._teacher = None
             self._before = self._number

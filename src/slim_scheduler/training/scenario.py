@@ -7,9 +7,10 @@ follows the drawn servers' capacity, so that a factor of 1 means as busy as conf
 import msgspec
 from numpy.random import Generator
 
-from slim_scheduler.core.accuracy import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import cluster_capacity
+from slim_scheduler.core.router.learned.router import policy_plans
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
@@ -27,14 +28,15 @@ class Scenario(msgspec.Struct, frozen=True):
 class PlansOf:
     """Plans of the cluster that was last asked for: episodes on one cluster share them."""
 
-    def __init__(self, accuracy: AccuracyPrior, rho: float) -> None:
+    def __init__(self, accuracy: AccuracyTable, rho: float, escalates: bool) -> None:
         self._accuracy = accuracy
         self._rho = rho
+        self._escalates = escalates
         self._plans: Plans | None = None
 
     def __call__(self, facts: RouterFacts) -> Plans:
         if self._plans is None or self._plans.facts is not facts:
-            self._plans = Plans(facts, self._accuracy, self._rho)
+            self._plans = policy_plans(facts, self._accuracy, self._rho, self._escalates)
         return self._plans
 
 

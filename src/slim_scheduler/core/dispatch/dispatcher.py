@@ -54,6 +54,7 @@ from slim_scheduler.core.types import (
     NOT_FINITE,
     Block,
     Decision,
+    ItemId,
     Outcome,
     Request,
     RequestId,
@@ -145,6 +146,11 @@ class Dispatcher:
     def blocks(self) -> int:
         """Blocks sent so far, which is the last one's number."""
         return self._last_block
+
+    def runs_again(self, item: ItemId) -> bool:
+        """Whether an item is on its second pass."""
+        flight = self._ledger.items.get(item)
+        return flight is not None and flight.first is not None
 
     @property
     def segments(self) -> int:
@@ -313,6 +319,7 @@ class Dispatcher:
             None if constraints is None else constraints[0],
             now - flight.request.request.arrival,
             flight.first is not None,
+            None if flight.first is None else flight.first.margin,
         )
         if self._router.chooses_full:
             choices = {name: server for name, server in servers.items() if server.in_service}

@@ -11,7 +11,7 @@ from slim_scheduler.core.shape import ModelShape
 
 LAYOUT = 1
 
-Kind = Literal["paper", "extended", "planned"]
+Kind = Literal["paper", "extended", "planned", "escalating"]
 
 
 class Features:
@@ -45,9 +45,11 @@ def layout_of(kind: Kind, shape: ModelShape, servers: int) -> Layout:
         return Layout(_paper(servers), Features({}))
     segments, widths = shape.segments, len(shape.widths)
     shared, server = _shared(segments, widths), _server(segments, widths)
-    if kind == "planned":
+    if kind in ("planned", "escalating"):
         shared |= {"planned_load": 1, "next_width": widths}
         server |= {"planned_share": widths, "behind": widths, "next_server": 1}
+    if kind == "escalating":
+        shared |= {"again": 1, "margin": 1}
     return Layout(Features(shared), Features(server))
 
 

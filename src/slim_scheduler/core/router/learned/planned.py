@@ -3,6 +3,9 @@
 A plan that mixes widths is no argmax of the state: it is kept by sending what is most behind. So each server's row also
 has, per width, the plan's share of the head's kind and how many tasks it is behind that, and which server and width are
 `lp`'s next; to follow the plan is then to copy these, and what is left to learn is where to depart from it.
+
+Observation `escalating` is the same on plans of one pass and of two. It adds whether the head is on its second pass,
+and the margin of the first; which items run again is the plan's to say.
 """
 
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ from slim_scheduler.core.router.learned.layout import layout_of
 from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
-from slim_scheduler.core.types import Decision, Seconds
+from slim_scheduler.core.types import Decision, Seconds, WidthTuple
 from slim_scheduler.core.view import View
 
 MOST_BEHIND = 2.0  # full batches; further is all the same
@@ -74,3 +77,32 @@ class PlannedEncoder:
         """The decision about this view."""
         count = min(decision.group, view.servers[decision.server].takes(view.head.waiting))
         self._ledger.sent(view.head, (decision.server, decision.width), count)
+
+    def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        """The width tuple at which the plan lets an item run again; None where it is answered."""
+        return self._ledger.second(ran, margin)
+
+
+class EscalatingEncoder:
+    """The planned observation of heads on either pass. It is the escalation of its run, too."""
+
+    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
+        self._planned = PlannedEncoder(plans, batch_time)
+        self.pairs = plans.pairs
+        self.names = self._planned.names
+        self.layout = layout_of("escalating", plans.facts.shape, len(self.names))
+
+    def encode(self, view: View) -> Observation:
+        seen, columns = self._planned.encode(view), self.layout.shared
+        shared = np.zeros(columns.size, np.float32)
+        shared[: len(seen.shared)] = seen.shared
+        shared[columns["again"]] = view.head.again
+        shared[columns["margin"]] = view.head.margin or 0.0
+        return seen._replace(shared=shared)
+
+    def took(self, view: View, decision: Decision) -> None:
+        self._planned.took(view, decision)
+
+    def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
+        """The width tuple at which the plan lets an item run again; None where it is answered."""
+        return self._planned.second(ran, margin)

@@ -13,14 +13,15 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
-from slim_scheduler.core.accuracy import AccuracyPrior
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import CheckpointError, RouterError
-from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.learned.encoders import build_encoder
+from slim_scheduler.core.router.base import Escalation, RouterFacts
+from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.layout import LAYOUT, Kind
 from slim_scheduler.core.router.learned.observation import Encoder, Flags, Floats, Observation
 from slim_scheduler.core.router.learned.policy import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.learned.situations import Situations
+from slim_scheduler.core.router.plan.choices import pairs, uniform
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import View
@@ -68,7 +69,8 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnedRouter:
-    """A policy and the encoder of its run. With `situations`, the same one is not looked at twice."""
+    """A policy and the encoder of its run. With `situations`, the same one is not looked at twice. `escalation`: which
+    items run again, where the policy has learned with second passes."""
 
     chooses_full = False
 
@@ -81,6 +83,7 @@ class LearnedRouter:
         groups: Sequence[int],
         sample: bool = False,
         situations: Situations | None = None,
+        escalation: Escalation | None = None,
     ) -> None:
         self.name = name
         self._network = network
@@ -89,6 +92,7 @@ class LearnedRouter:
         self._groups = tuple(groups)
         self._sample = sample
         self._situations = situations
+        self.escalation = escalation
 
     def decide(self, view: View, rng: Generator) -> Decision:
         situations = self._situations
@@ -121,7 +125,7 @@ def learned_router(
     manifest: PolicyManifest,
     parameters: Mapping[str, Floats],
     facts: RouterFacts,
-    accuracy: Callable[[], AccuracyPrior],
+    accuracy: Callable[[], AccuracyTable],
     name: str,
     sample: bool = False,
 ) -> LearnedRouter:
@@ -133,13 +137,21 @@ def learned_router(
     manifest.check_fits(facts, name)
     network = build_network(manifest.kind, parameters)
     encoder = build_encoder(
-        manifest.kind, facts, manifest.batch_time, lambda: Plans(facts, accuracy(), manifest.plan_rho)
+        manifest.kind,
+        facts,
+        manifest.batch_time,
+        lambda: policy_plans(facts, accuracy(), manifest.plan_rho, manifest.kind == "escalating"),
     )
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
     # A paper's state counts the completed items and a plan what was sent: no situation of theirs comes twice.
     situations = Situations(facts, manifest.batch_time) if manifest.kind == "extended" and not sample else None
-    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations)
+    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations, escalation_of(encoder))
+
+
+def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: float, escalates: bool) -> Plans:
+    """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
+    return Plans(facts, accuracy, rho, pairs(facts, accuracy, uniform(accuracy)) if escalates else ())
 
 
 class _OtherCluster:
