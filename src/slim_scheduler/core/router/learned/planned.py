@@ -14,7 +14,7 @@ import numpy as np
 
 from slim_scheduler.core.router.learned.layout import layout_of
 from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
-from slim_scheduler.core.router.plan.follower import PlanLedger
+from slim_scheduler.core.router.plan.follower import FOLLOWED_PASSES, FOLLOWED_RISE, PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
 from slim_scheduler.core.types import Decision, Seconds, WidthTuple
 from slim_scheduler.core.view import View
@@ -26,10 +26,10 @@ NOT_PLANNED = -MOST_BEHIND
 class PlannedEncoder:
     """It is of one run, and must be told each decision (`took`)."""
 
-    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
+    def __init__(self, plans: Plans, batch_time: Seconds, ledger: PlanLedger | None = None) -> None:
         facts = plans.facts
         self._seen = ExtendedEncoder(facts, batch_time)
-        self._ledger = PlanLedger(plans)
+        self._ledger = ledger or PlanLedger(plans)
         self._widths = facts.shape.widths
         self._overloaded = plans.overloaded
         self._places = {
@@ -84,10 +84,11 @@ class PlannedEncoder:
 
 
 class EscalatingEncoder:
-    """The planned observation of heads on either pass. It is the escalation of its run, too."""
+    """The planned observation of heads on either pass, as `lp` follows its plans. It is the escalation of its run."""
 
     def __init__(self, plans: Plans, batch_time: Seconds) -> None:
-        self._planned = PlannedEncoder(plans, batch_time)
+        ledger = PlanLedger(plans, FOLLOWED_PASSES, FOLLOWED_RISE)
+        self._planned = PlannedEncoder(plans, batch_time, ledger)
         self.pairs = plans.pairs
         self.names = self._planned.names
         self.layout = layout_of("escalating", plans.facts.shape, len(self.names))

@@ -22,6 +22,7 @@ from slim_scheduler.core.router.learned.observation import Encoder, Flags, Float
 from slim_scheduler.core.router.learned.policy import Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.learned.situations import Situations
 from slim_scheduler.core.router.plan.choices import pairs, uniform
+from slim_scheduler.core.router.plan.follower import FOLLOWED_STEPS
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import View
@@ -151,7 +152,9 @@ def learned_router(
 
 def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: float, escalates: bool) -> Plans:
     """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
-    return Plans(facts, accuracy, rho, pairs(facts, accuracy, uniform(accuracy)) if escalates else ())
+    if not escalates:
+        return Plans(facts, accuracy, rho)
+    return Plans(facts, accuracy, rho, pairs(facts, accuracy, uniform(accuracy)), FOLLOWED_STEPS)
 
 
 class _OtherCluster:
