@@ -110,8 +110,8 @@ class Simulation:
     """A run that is stepped through event by event; `run` does all of it.
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
-    `router`, where given, is used instead of the one `router_name` names, with its `escalation`. Servers in `joins` come at that time, the
-    others are there from the beginning. `margin` of an item's answer at a width tuple is for routers that let items run
+    `router`, where given, is used instead of the one `router_name` names, with its `escalation`. Servers in `joins` come
+    at that time, the others are there from the beginning. `margin` of an item's answer at a width tuple is for routers that let items run
     again. Raises ConfigError where it is missing for one.
     """
 
@@ -131,7 +131,9 @@ class Simulation:
         shape = load_shape(config)
         profiles = load_profiles(config, shape)
         self.agenda = Agenda()
-        self.dispatcher = build_dispatcher(config, shape, router_name, profiles, seed, router=router, escalation=escalation)
+        self.dispatcher = build_dispatcher(
+            config, shape, router_name, profiles, seed, router=router, escalation=escalation
+        )
         self.arrivals = generate(config.workload, seed, 1) if arrivals is None else arrivals
         self.done = False
         self._config = config

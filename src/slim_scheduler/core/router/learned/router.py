@@ -147,7 +147,9 @@ def learned_router(
         encoder = _OtherCluster(encoder, manifest)
     # A paper's state counts the completed items and a plan what was sent: no situation of theirs comes twice.
     situations = Situations(facts, manifest.batch_time) if manifest.kind == "extended" and not sample else None
-    return LearnedRouter(name, network, encoder, manifest.widths, manifest.groups, sample, situations, escalation_of(encoder))
+    return LearnedRouter(
+        name, network, encoder, manifest.widths, manifest.groups, sample, situations, escalation_of(encoder)
+    )
 
 
 def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: float, escalates: bool) -> Plans:
