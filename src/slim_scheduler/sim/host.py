@@ -110,9 +110,9 @@ class Simulation:
     """A run that is stepped through event by event; `run` does all of it.
 
     More can be put on its agenda before or between steps: `submit` a request, `cancel` one, `schedule` a fault.
-    `router`, where given, is used instead of the one `router_name` names, with its `escalation`. Servers in `joins` come
-    at that time, the others are there from the beginning. `margin` of an item's answer at a width tuple is for routers that let items run
-    again. Raises ConfigError where it is missing for one.
+    `router`, where given, is used instead of the one `router_name` names, with its `escalation`. Servers in `joins`
+    come at that time, the others are there from the beginning. `margin` of an item's answer at a width tuple is for
+    routers that let items run again. Raises ConfigError where it is missing for one.
     """
 
     def __init__(
