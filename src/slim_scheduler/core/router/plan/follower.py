@@ -25,6 +25,7 @@ CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off besid
 USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
 FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
 FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
+FOLLOWED_TWICE = 2.0  # `lp`: the same on plans of two passes, whose batches fill more slowly
 FOLLOWED_RISE = (
     3.0  # `lp`: standard deviations of Poisson arrivals; a rise beyond them is no chance, and counts at once
 )
