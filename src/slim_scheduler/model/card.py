@@ -107,25 +107,20 @@ def spread_line(manifest: Manifest) -> str:
 
 
 def confidence_text(confidence: Confidence) -> str:
-    """What the confidence of an answer is, and how far it is from the share of right answers."""
+    """How far the confidence of answers is from the share of right ones, at worst."""
     worst = {split: max(errors, key=lambda t: errors[t]) for split, errors in confidence.error.items()}
     where = "; ".join(
         f"on {split} images at most {100 * confidence.error[split][t]:.2f} %, at ({t})" for split, t in worst.items()
     )
-    return (
-        "The confidence of an answer is a logistic function of its margin (the difference of its two highest softmax "
-        f"values), fitted on {confidence.calibration.split} images per width of the last segment. Its expected "
-        f"calibration error ({BINS} bins) over all width tuples: {where}. At the uniform widths:"
-    )
+    return f"Calibration error of the confidence over all width tuples: {where}. At the uniform widths:"
 
 
 def confidence_table(confidence: Confidence, arch: Architecture) -> str:
     rows = []
     for width in arch.widths:
-        curve, name = confidence.calibration.by_width[width], tuple_name((width,) * arch.segments)
-        errors = [f"{100 * by_tuple[name]:.2f}" for by_tuple in confidence.error.values()]
-        rows.append([f"{width:g}", f"{curve.scale:.3f}", f"{curve.offset:+.3f}", *errors])
-    return table(("width", "scale", "offset", *(f"error %, {split} images" for split in confidence.error)), rows)
+        name = tuple_name((width,) * arch.segments)
+        rows.append([f"{width:g}", *(f"{100 * by_tuple[name]:.2f}" for by_tuple in confidence.error.values())])
+    return table(("width", *(f"error %, {split} images" for split in confidence.error)), rows)
 
 
 def paper_table(test: dict[str, float]) -> str:
@@ -215,7 +210,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 INTRODUCTION = (
     "What the shipped networks are, how they were trained, and what they reach. Written by "
     "`python -m slim_scheduler.model.card` from the manifests in `models/`: the tables are measured, not typed. "
-    "Training never looks at test images: curves and choices come from held-out training images."
+    "Training never looks at test images: curves and choices come from held-out training images. The confidence of an "
+    "answer is a logistic function of its margin (the difference of its two highest softmax values), fitted on "
+    f"held-out images per width of the last segment; its error is the expected calibration error over {BINS} bins."
 )
 DESIGNS = (
     "## Presets\n\n![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
