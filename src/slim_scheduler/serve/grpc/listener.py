@@ -40,6 +40,18 @@ OLDEST_CONNECTION_MS = 3_600_000  # then it is asked to connect again: a client 
 LAST_CALLS_MS = 60_000  # for calls of such a connection to end
 
 
+class _EndedCalls(logging.Filter):
+    """Keeps out of the log, with its traceback, that a call was over before its answer or its refusal was sent: its
+    deadline had passed, or the client had gone. grpc has told the client, and no counter of ours misses it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
+
+
+ENDED_CALLS = _EndedCalls()
+GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
+
+
 class Call:
     """One call: its metadata, its messages, and what it reserves of the memory budget."""
 
@@ -141,6 +153,7 @@ def _end(context: Any, refusal: Refusal) -> None:
 
 async def start(listener: Listener, access: Access, port: int, limits: Limits) -> tuple[grpc.aio.Server, int]:
     """Starts a listener; returns its server and its port (for port 0)."""
+    GRPC_LOG.addFilter(ENDED_CALLS)
     server = grpc.aio.server(
         options=(
             ("grpc.max_receive_message_length", limits.body_bytes),
