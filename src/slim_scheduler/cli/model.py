@@ -9,6 +9,7 @@ from slim_scheduler.cli.options import Json, Seed, examples
 from slim_scheduler.cli.terminal import console, print_json, progress
 
 if TYPE_CHECKING:
+    from slim_scheduler.core.profile import Profile
     from slim_scheduler.model.fit import FitProgress
     from slim_scheduler.model.training_state import EpochRecord
 
@@ -35,7 +36,12 @@ def add(app: typer.Typer) -> None:
             "slim accuracy --model models/digits --data digits --device openvino:CPU --precision bf16",
         )
     )(accuracy)
-    app.command(epilog=examples("slim measure --model models/digits --device cpu"))(measure)
+    app.command(
+        epilog=examples(
+            "slim measure --model models/digits --device cpu",
+            "slim measure --model models/digits --served examples/demo/cluster.toml",
+        )
+    )(measure)
 
 
 def fit(
@@ -162,6 +168,10 @@ def measure(
     busy: Annotated[int, typer.Option("--busy", min=0, help="Further servers that compute meanwhile.")] = 0,
     precision: Precision = "fp32",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds over all points, 4 runs each or more.")] = 5,
+    served: Annotated[
+        Path | None,
+        typer.Option("--served", help="Scaled to what batches take while this configuration's servers serve."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """A device's profile: latency, memory and power."""
@@ -180,6 +190,9 @@ def measure(
         )
     path = out or Path("profiles") / profile_name(device, precision, profile.model)
     write_profile(profile, path)
+    if served is not None:
+        profile = _served(served, model, path, profile)
+        write_profile(profile, path)
     if as_json:
         print(path.read_text())
         return
@@ -196,6 +209,18 @@ def measure(
     console().print(f"{profile.model} on {profile.device}, ms per batch (mean)")
     console().print(table)
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
+
+
+def _served(config: Path, model: Path, path: Path, profile: "Profile") -> "Profile":
+    from msgspec.structs import replace
+
+    from slim_scheduler.engine.served import as_served
+    from slim_scheduler.setup.config import load_config
+
+    settings = load_config(config, (f"model.path={model}",))
+    servers = tuple(replace(server, profile=str(path)) for server in settings.servers)
+    with progress("measuring while it serves") as show:
+        return as_served(replace(settings, servers=servers), profile, show)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
