@@ -25,12 +25,14 @@ WAITING = 16  # full batches per server that may wait; the rest is refused
 
 def as_served(config: Config, profile: Profile, progress: Callable[[float], None] | None = None) -> Profile:
     """The profile, scaled by width. `config`'s servers have this profile, share this process, and run its workload's
-    images. Raises InputError."""
+    images. Raises InputError, and KeyboardInterrupt where a run was interrupted."""
     config = live_config(config)
     carried = carried_by_width(config)
     factors: dict[Width, float] = {}
     for done, (width, rate) in enumerate(carried.items()):
         run = bench(_flooded(config, BEYOND * rate), f"jsq:{width:g}")
+        if run.info.interrupted:
+            raise KeyboardInterrupt
         factors[width] = slower(run.recorder.record(run.info), config, profile)
         if progress is not None:
             progress((done + 1) / len(carried))
