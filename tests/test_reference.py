@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from slim_scheduler.model.architecture import Architecture
+from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.report.measures import flatten
@@ -209,3 +211,16 @@ def test_the_verdict_is_against_the_best_of_those_who_are_as_accurate(monkeypatc
     assert reward.startswith("reward: -50.0 ± ")
     assert verdict([rows[2], rows[1], rows[3]])[0] == "p99: nobody else is as accurate"
     assert table(rows)[-1] == "| lost | 0.00 | – | – | 9,000.0 | −3.0000 |"
+
+
+def test_tables_i_and_ii_are_measured_where_the_images_are_given(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(REFERENCE))
+    import paper
+
+    records = np.random.default_rng(0).integers(0, 100, (20, RECORD_BYTES), dtype=np.uint8)
+    for part in ("train.bin", "test.bin"):
+        (tmp_path / part).write_bytes(records.tobytes())
+    top1, origin = paper.uniform_and_mixed(str(tmp_path))
+    assert set(top1) == {*paper.TABLE_I, *paper.TABLE_II}
+    assert all(0 <= share <= 100 for share in top1.values())
+    assert origin == "measured now on 20 test images"
