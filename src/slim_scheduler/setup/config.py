@@ -201,7 +201,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     sample: Annotated[bool, key("paper", "a learned router draws from its policy instead of taking the argmax")] = False
     escalation: Annotated[
-        bool, key("user", "`lp`, and who is trained so, runs items again at another width whose margin is small")
+        bool, key("user", "`lp`, and policies trained with it, run items of small margin again at another width")
     ] = False
 
 
