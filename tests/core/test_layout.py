@@ -100,8 +100,8 @@ SERVER = {
     "any_instance": [[1.0, 1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]],
 }
 PLANNED_SHARED = {
-    "planned_load": [[1.0, 0.38, 0.84]],
-    "next_width": [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]],
+    "planned_load": [[1.0, 0.38, 1.0]],  # the last one is a rise beyond chance
+    "next_width": [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]],
 }
 PLANNED_SERVER = {
     "planned_share": [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.455, 0.0, 0.545]],

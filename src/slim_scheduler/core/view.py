@@ -33,7 +33,8 @@ class ServerReport(msgspec.Struct, frozen=True, gc=False):
     `made_at` is on the dispatcher's clock; `incarnation` grows when the server lost its state (a restart).
     `open_blocks` are the blocks of which it still holds unfinished tasks: the dispatcher finds lost messages by
     comparing. `batch_p50` and `batch_p99` are percentiles over recent batches of the time from a task's arrival at the
-    server (where it counts as having come at another time, from that) to its result.
+    server (where it counts as having come at another time, from that) to its result. `pace`: how many times as long as
+    its profile says its batches took of late.
     """
 
     server: ServerName
@@ -52,6 +53,7 @@ class ServerReport(msgspec.Struct, frozen=True, gc=False):
     energy_source: str = "none"
     batch_p50: Seconds | None = None
     batch_p99: Seconds | None = None
+    pace: float = 1.0
 
     @property
     def queue_length(self) -> int:
@@ -94,6 +96,11 @@ class ServerView:
     @property
     def credit(self) -> int:
         return self.limit - self.outstanding
+
+    @property
+    def pace(self) -> float:
+        """What the profile's times are multiplied by, by the last report."""
+        return 1.0 if self.report is None else self.report.pace
 
     @property
     def in_service(self) -> bool:

@@ -72,6 +72,7 @@ SCHEMA = pa.schema(
         ("queue", pa.list_(pa.int32())),
         ("running_tasks", pa.int32()),
         ("memory_used", pa.int64()),
+        ("pace", pa.float64()),
         # what went otherwise than planned
         ("up", pa.bool_()),
         ("raised", pa.bool_()),
@@ -294,6 +295,7 @@ _COLUMNS: dict[type, dict[str, Extract]] = defaultdict(
             "queue": lambda reported, _: [x.report.queue_per_segment for x in reported],
             "running_tasks": lambda reported, _: [x.report.running_tasks for x in reported],
             "memory_used": lambda reported, _: [x.report.memory_used for x in reported],
+            "pace": lambda reported, _: [x.report.pace for x in reported],
         },
         m.LoadInstance: _fields(instance="instance", segment="segment", width="width", bytes="reserved"),
         m.InstanceReady: _fields(instance="instance"),

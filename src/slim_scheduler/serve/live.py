@@ -154,6 +154,7 @@ def _server(view: Any) -> dict[str, Any]:
         row |= {
             "queue": report.queue_length,
             "utilization": report.utilization,
+            "pace": report.pace,
             "memory_used": report.memory_used,
             "memory_total": report.memory_total,
             "power_w": report.power_w,

@@ -131,6 +131,7 @@ def _devices(served: list[Served]) -> Iterator[Metric]:
         "memory_used_bytes": "Device memory used.",
         "memory_total_bytes": "Device memory there is.",
         "power_watts": "Power drawn.",
+        "pace": "How many times as long as its profile says batches took of late.",
     }
     families = {key: GaugeMetricFamily(f"slim_server_{key}", text, labels=labels) for key, text in gauges.items()}
     energy = CounterMetricFamily("slim_server_energy_joules", "Energy of the device.", labels=[*labels, "source"])
@@ -190,6 +191,7 @@ def _readings(view: ServerView) -> Iterator[tuple[str, float]]:
     yield "queue_length", report.queue_length
     yield "memory_used_bytes", report.memory_used
     yield "memory_total_bytes", report.memory_total
+    yield "pace", report.pace
     if report.utilization is not None:
         yield "utilization", report.utilization
     if report.power_w is not None:

@@ -19,6 +19,7 @@ from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileErro
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import batch_seconds, items_per_second
+from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
@@ -216,8 +217,11 @@ def build_server(
     )
     if profile is not None:
         knobs = msgspec.structs.replace(knobs, best_utilization=profile.best_utilization)
-    batch_time = None if profile is None else _batch_time(server, profile)
-    return ServerScheduler(name, knobs, served_shape(server, shape), incarnation, batch_time)
+    batch_time = pace = None
+    if profile is not None:
+        batch_time = _batch_time(server, profile)
+        pace = Pace(batch_time, profile)
+    return ServerScheduler(name, knobs, served_shape(server, shape), incarnation, batch_time, pace)
 
 
 def served_shape(server: ServerConfig, shape: ModelShape) -> ModelShape:

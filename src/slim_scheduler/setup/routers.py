@@ -33,7 +33,6 @@ from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
 from slim_scheduler.core.router.plan.follower import (
     FOLLOWED_PASSES,
-    FOLLOWED_RISE,
     FOLLOWED_STEPS,
     FOLLOWED_TWICE,
     PlanFollower,
@@ -196,7 +195,7 @@ def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy, uniform(accuracy)) if inputs.escalates else ()
     plans = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS)
-    return PlanFollower(plans, name.text, FOLLOWED_TWICE if further else FOLLOWED_PASSES, FOLLOWED_RISE)
+    return PlanFollower(plans, name.text, FOLLOWED_TWICE if further else FOLLOWED_PASSES)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

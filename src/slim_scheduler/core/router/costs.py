@@ -147,6 +147,8 @@ class ServerCost:
         backlog, transfer = self.backlog(server), self.transfer(head, count)
         ahead = backlog + transfer
         run = self._runs[head.segment, head.previous_width][count]
+        if server.pace != 1.0:
+            run = tuple([server.pace * seconds for seconds in run])
         loads = self.loads(server.report, head.segment)
         return BlockPrediction(backlog, transfer, run, [ahead + r + load for r, load in zip(run, loads, strict=True)])
 
@@ -158,14 +160,14 @@ class ServerCost:
     def backlog(self, server: ServerView) -> Seconds:
         """Seconds of work sent and not yet done."""
         pending = server.pending
-        return sum([count * self._share[kind] for kind, count in pending.items()]) if pending else 0.0
+        return server.pace * sum([count * self._share[kind] for kind, count in pending.items()]) if pending else 0.0
 
     def transfer(self, head: Head, count: int) -> Seconds:
         """Link time of a block."""
         return transfer_time(self._facts, head, self.server, count)
 
     def runs(self, segment: int, previous: Width | None) -> list[tuple[Seconds, ...]]:
-        """Device time of a block: [count][width]."""
+        """Device time of a block by the profile: [count][width]."""
         return self._runs[segment, previous]
 
     def loads(self, report: ServerReport | None, segment: int) -> list[Seconds]:

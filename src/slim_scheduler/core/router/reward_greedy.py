@@ -71,6 +71,7 @@ class RewardGreedy:
             link = np.array([cost.transfer(head, count) for count in counts])
             top1[i] = self._top1[segment, previous][columns]
             run = self._run[server.name, segment, previous][np.ix_(columns, [count - 1 for count in counts])]
+            run = server.pace * run
             own[:, i] = run.T
             wait[:, i] = run.T + link[:, None] + load + backlog[server.name]
         latency = head.age + wait

@@ -41,6 +41,7 @@ class SlackFit:
         server, backlog = self._least_backlog(view)
         left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
         left -= head.age * (self._segments - 1 - head.segment)
+        left /= server.pace  # the table is by the profile
         most = min(head.waiting, self._costs[server.name].server.max_batch, server.credit)
         for group in self._groups:
             if group <= most:

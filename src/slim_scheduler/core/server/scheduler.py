@@ -32,6 +32,7 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.queues import Entry, KeyedQueue
 from slim_scheduler.core.server.instances import Instance, InstancePool, InstanceState
+from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.window import CLOCK_SLACK, BatchTime, BatchWindow, Key
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Seconds, ServerName, Task, TaskId, Width
@@ -70,7 +71,8 @@ class ServerKnobs(msgspec.Struct, frozen=True):
 class ServerScheduler:
     """Queue, batches and instances of one server. Raises InputError for a budget that cannot hold the network.
 
-    `batch_time`, its profile's, is what automatic windows and tiles are made of; without it the window is 0.
+    `batch_time`, its profile's, is what automatic windows and tiles are made of; without it the window is 0. `pace`
+    compares batches with the profile.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ServerScheduler:
         shape: ModelShape,
         incarnation: int = 0,
         batch_time: BatchTime | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -97,6 +100,7 @@ class ServerScheduler:
         self._next_batch = 0
         self._idle_wake: Seconds | None = None
         self._window = _batch_window(knobs, shape, batch_time)
+        self._pace = pace
         self._window_wake: Seconds = float("inf")
         self._busy_since: Seconds = 0.0
         self._rests_until = float("-inf")
@@ -211,6 +215,8 @@ class ServerScheduler:
         self._queued_per_segment[segment] -= len(entries)
         self._queue_changed(key)
         self._running[batch.batch_id] = (batch, instance, key, entries)
+        if self._pace is not None:
+            self._pace.began(batch, build, now)
         commands.append(StartBatch(batch, build))
 
     def _finish(self, event: BatchDone, now: Seconds, commands: list[ServerCommand]) -> None:
@@ -218,6 +224,8 @@ class ServerScheduler:
         instance.move(InstanceState.FREE)
         instance.last_used = now
         self._service_times.append(now - entries[0][0])
+        if self._pace is not None:
+            self._pace.ran(batch, self._utilization, now)
         self._close(entries)
         commands.append(
             BatchReported(
@@ -371,6 +379,8 @@ class ServerScheduler:
 
     def _batch_failed(self, event: BatchFailed, now: Seconds, commands: list[ServerCommand]) -> None:
         batch, instance, key, entries = self._running.pop(event.batch_id)
+        if self._pace is not None:
+            self._pace.failed(batch, now)
         if event.out_of_memory and len(entries) > 1:
             # Split, and remember: from now on this (segment, width) runs smaller batches.
             instance.move(InstanceState.FREE)
@@ -443,6 +453,7 @@ class ServerScheduler:
             energy_source=sample.energy_source,
             batch_p50=times[len(times) // 2] if times else None,
             batch_p99=times[len(times) * 99 // 100] if times else None,
+            pace=1.0 if self._pace is None else self._pace.value,
         )
 
     def _check_budget(self) -> None:

@@ -153,7 +153,7 @@ function gauge(share, words) {
 function showServers(servers) {
   rows("servers", servers.map((server) => [
     server.name,
-    server.up ? "up" : "out of service",
+    server.up ? `up${(server.pace ?? 1) === 1 ? "" : `, ${number(server.pace, 1)} times its profile's time`}` : "out of service",
     server.queue === undefined ? "unknown" : number(server.queue, 0),
     `${number(server.outstanding, 0)} of ${number(server.credit, 0)}`,
     gauge(server.utilization, `${number((server.utilization ?? 0) * 100, 0)} %`),

@@ -235,7 +235,11 @@ class _ServerEncoder:
             log1p(predicted.transfer * unit) / TIME_SCALE,
             1.0 if head.home == self.name else 0.0,
             *[log1p(seconds * unit) / TIME_SCALE for seconds in predicted.done],
-            *self._run_figures[segment, head.previous_width][count],
+            *(
+                self._run_figures[segment, head.previous_width][count]
+                if server.pace == 1.0
+                else [log1p(seconds * unit) / TIME_SCALE for seconds in predicted.run]
+            ),
             *(
                 [log1p(pending.get((segment, width), 0)) / COUNT_SCALE for width in self._widths]
                 if pending

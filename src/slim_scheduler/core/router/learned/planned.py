@@ -14,7 +14,7 @@ import numpy as np
 
 from slim_scheduler.core.router.learned.layout import layout_of
 from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
-from slim_scheduler.core.router.plan.follower import FOLLOWED_RISE, FOLLOWED_TWICE, PlanLedger
+from slim_scheduler.core.router.plan.follower import FOLLOWED_TWICE, PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
 from slim_scheduler.core.types import Decision, Seconds, WidthTuple
 from slim_scheduler.core.view import View
@@ -87,7 +87,7 @@ class EscalatingEncoder:
     """The planned observation of heads on either pass, as `lp` follows its plans. It is the escalation of its run."""
 
     def __init__(self, plans: Plans, batch_time: Seconds) -> None:
-        ledger = PlanLedger(plans, FOLLOWED_TWICE, FOLLOWED_RISE)
+        ledger = PlanLedger(plans, FOLLOWED_TWICE)
         self._planned = PlannedEncoder(plans, batch_time, ledger)
         self.pairs = plans.pairs
         self.names = self._planned.names

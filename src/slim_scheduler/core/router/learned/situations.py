@@ -87,4 +87,5 @@ def _steps(report: ServerReport | None, facts: ServerFacts) -> Hashable:
         None if utilization is None else int(SHARE_STEPS * utilization),
         None if power is None else int(SHARE_STEPS * power / max(facts.profile.power.y)),
         int(SHARE_STEPS * report.memory_used / facts.vram_budget),
+        report.pace,
     )

@@ -10,44 +10,50 @@ from collections.abc import Mapping
 
 from numpy.random import Generator
 
-from slim_scheduler.core.router.costs import choices_of, server_costs
+from slim_scheduler.core.router.costs import choices_of, items_per_second, server_costs
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.heuristics import allowed
-from slim_scheduler.core.router.plan.plans import HeadKind, PlanKey, Plans, Shares, Target
+from slim_scheduler.core.router.plan.plans import Fleet, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, View
 
 PLAN_EVERY: Seconds = 1.0
-LOOK_EVERY: Seconds = 0.25  # whether more is there than usual
+LOOK_EVERY: Seconds = 0.25  # whether more comes, or is there, than usual
 MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
 USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
 FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
 FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
 FOLLOWED_TWICE = 2.0  # `lp`: the same on plans of two passes, whose batches fill more slowly
-FOLLOWED_RISE = (
-    3.0  # `lp`: standard deviations of Poisson arrivals; a rise beyond them is no chance, and counts at once
-)
+RISE = 3.0  # standard deviations of Poisson arrivals; a rise beyond them is no chance, and counts at once
+SLOWER = 2.0  # steps in which servers differ in pace, for plans; each new one costs two to three linear programs
+STAYS = 0.75  # of such a step that a server may be away from what is planned for
 STEPS_ABOVE = 2  # a plan is kept while the load is no further below it: each change costs half-full batches
 
 
 class PlanLedger:
     """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not.
 
-    A load that rose by `rise` standard deviations of Poisson arrivals counts at once, not by and by.
+    A load that rose by more than chance would have it counts at once, not by and by.
     """
 
-    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES, rise: float = float("inf")) -> None:
+    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES) -> None:
         self._plans = plans
         self._usual_passes = usual_passes
-        self._rise = rise
         self._facts = plans.facts
+        narrowest = self._facts.shape.widths[0]
+        self._carries = {
+            name: items_per_second(server, self._facts.shape, narrowest) for name, server in self._facts.servers.items()
+        }
         self._load: float | None = None
         self._looked_at: Seconds = 0.0
         self._measured_at: Seconds = 0.0
         self._seen = 0  # items that had arrived then
         self._current: PlanKey | None = None
+        self._paces: dict[ServerName, float] = {}  # of the servers in service
+        self._fleet: Fleet = ()  # these, as plans know them
+        self._carried = 1.0  # what they carry, as a share of what that fleet does
         self._shares: Shares  # of the current plan
         self._sent: dict[HeadKind, dict[Target, int]] = {}
         self._given: dict[WidthTuple, dict[Choice, int]] = {}  # finished first passes, by what they ran and got
@@ -134,13 +140,17 @@ class PlanLedger:
     # ---- the load
 
     def _plan_for(self, view: View) -> PlanKey:
-        """The plan that is followed: another one when a second has passed or a server came or went."""
+        """The plan that is followed: another one after a while, or when a server came, went or changed its pace."""
         known = self._facts.servers
-        up = tuple([name for name, server in view.servers.items() if server.up and name in known])
+        paces = {name: server.pace for name, server in view.servers.items() if server.up and name in known}
         self._measure(view)
-        if self._current is None or self._current[0] != up or view.now - self._looked_at >= LOOK_EVERY:
+        if self._current is None or paces != self._paces or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
-            key = (up, self._step(view, up))
+            if paces != self._paces:
+                self._paces = paces
+                self._fleet = self._slowed(paces)
+                self._carried = self._carry(paces) / self._carry(dict(self._fleet))
+            key = (self._fleet, self._step(view, self._fleet))
             if key != self._current:
                 self._current, self._shares = key, self._plans.shares(key)
                 self._sent.clear()
@@ -149,27 +159,46 @@ class PlanLedger:
         return self._current
 
     def _measure(self, view: View) -> None:
-        """Items per second that are offered, every second."""
+        """Items per second that are offered, every second, or sooner where they have become more."""
         since = view.now - self._measured_at
-        if since < PLAN_EVERY:
+        if since < (PLAN_EVERY if self._load is None else LOOK_EVERY):
             return
         rate = (view.received - self._seen) / since
-        if self._load is None or rate > self._load + self._rise * math.sqrt(max(self._load, 1 / since) / since):
+        if self._load is None or rate > self._load + RISE * math.sqrt(max(self._load, 1 / since) / since):
             self._load = rate
+        elif since < PLAN_EVERY:
+            return
         else:
             self._load = MEMORY * self._load + (1 - MEMORY) * rate
         self._measured_at, self._seen = view.now, view.received
 
-    def _step(self, view: View, up: tuple[ServerName, ...]) -> int:
+    def _slowed(self, paces: Mapping[ServerName, float]) -> Fleet:
+        """The servers with how many times slower each is than the fastest by its profile, in large steps.
+
+        What all have in common is load, not another plan.
+        """
+        before, least = dict(self._fleet), min(paces.values(), default=1.0)
+        fleet = []
+        for name, pace in paces.items():
+            steps = math.log(pace / least) / math.log(SLOWER)
+            told = math.log(before.get(name, 1.0)) / math.log(SLOWER)
+            fleet.append((name, SLOWER ** round(steps if abs(steps - told) > STAYS else told)))
+        return tuple(fleet)
+
+    def _carry(self, paces: Mapping[ServerName, float]) -> float:
+        """Items per second at the narrowest width."""
+        return sum([self._carries[name] / pace for name, pace in paces.items()]) or 1.0
+
+    def _step(self, view: View, fleet: Fleet) -> int:
         """The load as a step, rounded up. Before anything was measured: the highest."""
         most = self._plans.steps
         if self._load is None:
             return most
         catch_up = 0.0 if self._plans.overloaded else self._excess(view) / CATCH_UP
-        steps = most * (self._load + catch_up) / self._plans.most(up)
-        if self._current is not None and self._current[1] - STEPS_ABOVE < steps <= self._current[1]:
+        steps = most * (self._load + catch_up) / (self._carried * self._plans.most(fleet))
+        if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < STEPS_ABOVE:
             return self._current[1]
-        return max(1, min(most, math.ceil(steps)))
+        return self._plans.step(fleet, steps)
 
     def _excess(self, view: View) -> float:
         """What is in the system beyond the usual, in whole items' work."""
@@ -181,8 +210,8 @@ class PlanLedger:
         there = sum(tasks)
         if self._load is None or not there:
             return 0.0
-        plan = self._current or (tuple(self._facts.servers), self._plans.steps)
-        usual = self._load * self._plans.usual_time(plan, self._usual_passes)
+        plan = self._current or (self._plans.whole, self._plans.steps)
+        usual = self._load * self._plans.usual_time(plan, self._usual_passes) / self._carried
         left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
         return left * max(0.0, 1 - usual / there)
 
@@ -192,13 +221,11 @@ class PlanFollower:
 
     chooses_full = False
 
-    def __init__(
-        self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES, rise: float = float("inf")
-    ) -> None:
+    def __init__(self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES) -> None:
         self.name = name
         self._facts = facts = plans.facts
         self.pairs = plans.pairs
-        self._ledger = PlanLedger(plans, usual_passes, rise)
+        self._ledger = PlanLedger(plans, usual_passes)
         self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:

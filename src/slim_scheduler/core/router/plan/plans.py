@@ -1,12 +1,13 @@
 """Plans of one cluster by load, in steps, and by the servers in service: made once and kept for every run on it."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
-from slim_scheduler.core.router.base import RouterFacts
+from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
@@ -16,7 +17,10 @@ RHO = 0.89  # how busy a plan lets a device be: it knows nothing of queueing
 MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
 
 Target = tuple[ServerName, Width]
-PlanKey = tuple[tuple[ServerName, ...], int]  # servers in service, load step
+Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
+PlanKey = tuple[Fleet, int]  # and the load step
+MOST_FLEETS = 32  # whose plans are kept, beside the whole one
+PART_STEPS = 20  # of any other fleet, whose plans are made while a request waits
 
 
 class HeadKind(msgspec.Struct, frozen=True, gc=False):
@@ -55,16 +59,22 @@ class Plans:
         self._accuracy = accuracy
         self.pairs = pairs
         self._rho = min(1.0, rho)
-        self._programs: dict[tuple[ServerName, ...], tuple[PlanProgram, float]] = {}
+        self._fleets: dict[Fleet, tuple[RouterFacts, PlanProgram, float]] = {}
+        self.whole: Fleet = tuple((name, 1.0) for name in facts.servers)
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
         self._passes: dict[PlanKey, tuple[Seconds, Seconds]] = {}
         for step in range(1, steps + 1):  # now, not while a request waits
-            self.shares((tuple(facts.servers), step))
+            self.shares((self.whole, step))
 
-    def most(self, up: Sequence[ServerName]) -> float:
+    def most(self, fleet: Fleet) -> float:
         """The highest load that is planned for, items per second: what these servers carry, times `overload`."""
-        return self._program(tuple(up))[1] * self.overload
+        return self._fleet(fleet)[2] * self.overload
+
+    def step(self, fleet: Fleet, steps: float) -> int:
+        """The step at which so many steps are planned for: the next one up, of those that the fleet has."""
+        every = 1 if fleet == self.whole else max(1, self.steps // PART_STEPS)
+        return max(1, min(self.steps, every * math.ceil(steps / every)))
 
     def load(self, key: PlanKey) -> float:
         """The load of a step, items per second."""
@@ -72,7 +82,7 @@ class Plans:
 
     def shares(self, key: PlanKey) -> "Shares":
         if key not in self._shares:
-            plan = self._program(key[0])[0].most_even(self.load(key) / self.overload)
+            plan = self._fleet(key[0])[1].most_even(self.load(key) / self.overload)
             assert plan is not None, "a load below the highest can be carried"
             self._shares[key] = Shares(plan)
         return self._shares[key]
@@ -80,7 +90,7 @@ class Plans:
     def usual_time(self, key: PlanKey, passes: float) -> Seconds:
         """An item's time in the system by a plan: so many passes through the network in full batches, and messages."""
         if key not in self._passes:
-            servers, plan = self.facts.servers, self.shares(key).plan
+            servers, plan = self._fleet(key[0])[0].servers, self.shares(key).plan
             time = messages = 0.0
             for (name, step), rate in plan.steps.items():
                 server = servers[name]
@@ -94,20 +104,33 @@ class Plans:
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
-            prices = self._program(key[0])[0].prices(self.load(key) / self.overload)
+            prices = self._fleet(key[0])[1].prices(self.load(key) / self.overload)
             assert prices is not None, "a load below the highest can be carried"
             self._prices[key] = prices
         return self._prices[key]
 
-    def _program(self, up: tuple[ServerName, ...]) -> tuple[PlanProgram, float]:
-        if up not in self._programs:
-            servers = {name: self.facts.servers[name] for name in up}
+    def _fleet(self, fleet: Fleet) -> tuple[RouterFacts, PlanProgram, float]:
+        """Its facts, its program and the most that it carries."""
+        if fleet not in self._fleets:
+            if len(self._fleets) > MOST_FLEETS:
+                self._forget(next(known for known in self._fleets if known != self.whole))
+            servers = {name: _slowed(self.facts.servers[name], factor) for name, factor in fleet}
             facts = RouterFacts(
                 self.facts.shape, self.facts.groups, servers, self.facts.move_activations, self.facts.shared_link
             )
             program = PlanProgram(facts, self._accuracy, self._rho, self.pairs)
-            self._programs[up] = (program, program.max_load())
-        return self._programs[up]
+            self._fleets[fleet] = (facts, program, program.max_load())
+        return self._fleets[fleet]
+
+    def _forget(self, fleet: Fleet) -> None:
+        del self._fleets[fleet]
+        for kept in (self._shares, self._prices, self._passes):
+            for key in [key for key in kept if key[0] == fleet]:
+                del kept[key]
+
+
+def _slowed(server: ServerFacts, factor: float) -> ServerFacts:
+    return server if factor == 1.0 else msgspec.structs.replace(server, slowdown=factor * server.slowdown)
 
 
 class Shares:

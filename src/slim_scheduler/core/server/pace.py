@@ -1,0 +1,62 @@
+"""How long one server's batches take, beside what its profile says: its *pace*.
+
+A profile is measured before, alone and warm; a serving machine shares its caches, its clock and its cores. So each
+server compares the batches that it runs with its profile, and routers reckon with the profile times the pace.
+"""
+
+from math import exp, log
+
+from slim_scheduler.core.profile import Profile
+from slim_scheduler.core.server.window import BatchTime
+from slim_scheduler.core.types import Batch, BatchId, Seconds
+
+MEMORY: Seconds = 1.0  # of predicted work, over which batches are averaged
+STEP = 1.1  # between the paces that are told: plans are kept by pace
+STAYS = 0.75  # of a step that the average may be away from what was told
+MOST = 40  # steps: 45 times as slow, or as fast
+
+
+class Pace:
+    """The pace of one server, in steps; 1 until its batches say otherwise.
+
+    `batch_time` is its profile's, with the server's slowdown. A batch is compared by the share of the device that it
+    had (`Profile.share`), at the utilisation of its end (`Profile.slowdown`); one that built something is not.
+    """
+
+    def __init__(self, batch_time: BatchTime, profile: Profile) -> None:
+        self._batch_time = batch_time
+        self._profile = profile
+        self._begun: dict[BatchId, Seconds | None] = {}  # of running batches, the share that there had been
+        self._shared: Seconds = 0.0  # what a batch would have had of the device had it run all the time
+        self._settled: Seconds = 0.0  # up to when that is so
+        self._took = self._predicted = MEMORY
+        self._steps = 0
+        self.value = 1.0
+
+    def began(self, batch: Batch, builds: bool, now: Seconds) -> None:
+        self._settle(now)
+        self._begun[batch.batch_id] = None if builds else self._shared
+
+    def failed(self, batch: Batch, now: Seconds) -> None:
+        self._settle(now)
+        del self._begun[batch.batch_id]
+
+    def ran(self, batch: Batch, utilization: float | None, now: Seconds) -> None:
+        self._settle(now)
+        begun = self._begun.pop(batch.batch_id)
+        if begun is None:
+            return
+        predicted = self._batch_time(batch.segment, batch.previous_width, batch.width, len(batch.tasks))
+        predicted *= self._profile.slowdown(utilization or 0.0)
+        left = exp(-predicted / MEMORY)
+        self._took = left * self._took + self._shared - begun
+        self._predicted = left * self._predicted + predicted
+        steps = log(self._took / self._predicted) / log(STEP)
+        if abs(steps - self._steps) > STAYS:
+            self._steps = max(-MOST, min(MOST, round(steps)))
+            self.value = STEP**self._steps
+
+    def _settle(self, now: Seconds) -> None:
+        if self._begun:
+            self._shared += (now - self._settled) * self._profile.share(len(self._begun))
+        self._settled = now

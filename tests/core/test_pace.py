@@ -1,0 +1,176 @@
+"""The pace of a server: what its batches took, beside its profile, and what routers make of it."""
+
+from math import expm1
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.random import default_rng
+
+from slim_scheduler.core.profile import Curve
+from slim_scheduler.core.router.costs import ServerCost
+from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
+from slim_scheduler.core.router.plan import plans as plans_module
+from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
+from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.slackfit import SlackFit
+from slim_scheduler.core.server.pace import STAYS, STEP, Pace
+from slim_scheduler.core.types import Batch
+from tests.core.facts import Table, cluster, seen, server, view
+from tests.core.networks import task
+
+RNG = default_rng(0)
+PREDICTED = 0.05
+FACTS = cluster(server("a"), server("b"))
+
+
+def pace(sharing=(1.0, 1.0), slowdown=(1.0, 1.0)) -> Pace:
+    profile = msgspec.structs.replace(
+        server("a").profile, sharing=sharing, slowdown=Curve((0.0, 1.0), tuple(map(float, slowdown)))
+    )
+    return Pace(lambda segment, previous, width, size: PREDICTED, profile)
+
+
+def batch(number: int, now: float) -> Batch:
+    return Batch(number, 1, 0, 0.5, 0.5, None, (task(number),), now)
+
+
+def run(pace: Pace, took: float, count: int = 100, at_once: int = 1, utilization=None, builds=False) -> float:
+    """So many batches, so many at a time, which take `took` each; returns the pace."""
+    now = 0.0
+    for first in range(0, count, at_once):
+        batches = [batch(first + i, now) for i in range(at_once)]
+        for one in batches:
+            pace.began(one, builds, now)
+        now += took
+        for one in batches:
+            pace.ran(one, utilization, now)
+        now += 1.0  # at rest
+    return pace.value
+
+
+def slow(name: str, pace: float, **changes):
+    """A server as the router sees it, which reports that pace."""
+    found = seen(name, **changes)
+    found.report = msgspec.structs.replace(found.report, pace=pace)
+    return found
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.3, 2.0, 3.0])
+def test_it_is_what_batches_take_by_the_profile(factor):
+    assert run(pace(), factor * PREDICTED) == pytest.approx(factor, rel=STEP**0.75 - 1 + 0.01)
+
+
+@pytest.mark.parametrize("factor", [0.96, 1.04])
+def test_what_may_be_chance_leaves_it_alone(factor):
+    assert run(pace(), factor * PREDICTED) == 1.0
+
+
+def test_one_batch_that_was_disturbed_decides_nothing():
+    assert run(pace(), 2 * PREDICTED, count=1) == 1.0
+
+
+@pytest.mark.parametrize(("sharing", "both"), [((1.0, 1.0), 2.0), ((1.0, 1.5), 2 / 1.5)])
+def test_batches_that_share_the_device_are_not_slow(sharing, both):
+    assert run(pace(sharing), both * PREDICTED, at_once=2) == 1.0
+    assert run(pace(sharing), 2 * both * PREDICTED, at_once=2) == pytest.approx(2.0, rel=0.09)
+
+
+def test_nor_is_a_device_that_is_as_slow_as_its_profile_says_where_it_is_busy():
+    assert run(pace(slowdown=(1.0, 1.5)), 1.5 * PREDICTED, utilization=1.0) == 1.0
+    assert run(pace(slowdown=(1.0, 1.5)), 1.5 * PREDICTED, utilization=0.0) == pytest.approx(1.5, rel=0.09)
+
+
+def test_a_batch_that_built_something_or_failed_says_nothing():
+    measured = pace()
+    assert run(measured, 3 * PREDICTED, builds=True) == 1.0
+    for number in range(100):
+        measured.began(batch(number, number), False, float(number))
+        measured.failed(batch(number, number), number + 0.9)
+    assert measured.value == 1.0
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=30, max_size=60), st.floats(0.5, 4.0))
+def test_it_stays_within_a_step_of_the_average_and_does_not_flutter(noise, factor):
+    measured, told, now = pace(), [], 0.0
+    for number, one in enumerate(noise * 4):
+        measured.began(batch(number, now), False, now)
+        now += one * factor * PREDICTED
+        measured.ran(batch(number, now), None, now)
+        told.append(measured.value)
+    late = told[len(told) // 2 :]
+    assert len(set(late)) <= 3
+    assert 0.9 / STEP**STAYS * 0.95 < late[-1] / factor < 1.1 * STEP**STAYS * 1.05
+
+
+def test_predictions_are_the_profiles_times_the_pace():
+    cost = ServerCost(FACTS.servers["a"], FACTS)
+    head = view(seen("a"), segment=1, previous=1.0, waiting=3).head
+    usual, late = (cost.predict(slow("a", p, pending={(0, 0.5): 4}), head, 3) for p in (1.0, 2.0))
+    assert late.backlog == pytest.approx(2 * usual.backlog)
+    assert late.run == pytest.approx([2 * seconds for seconds in usual.run])
+    assert late.transfer == usual.transfer
+    encoder = ExtendedEncoder(FACTS, 0.1)
+    rows = [encoder.encode(view(slow("a", p), seen("b"), waiting=3)).servers[0] for p in (1.0, 2.0)]
+    shown = encoder.layout.server["run"]
+    ratios = [expm1(TIME_SCALE * b) / expm1(TIME_SCALE * a) for a, b in zip(*(row[shown] for row in rows), strict=True)]
+    assert ratios == pytest.approx([2.0] * len(ratios), rel=1e-4)
+
+
+def test_slackfit_has_less_time_on_a_slow_server():
+    router = SlackFit(cluster(server("a", bytes_per_s=1e15)), Table(), slo=10.0)
+    assert router.decide(view(slow("a", 1.0), slack=0.1601), RNG).width == 1.0
+    assert router.decide(view(slow("a", 2.0), slack=0.3199), RNG).width == 0.5
+    assert router.decide(view(slow("a", 2.0), slack=0.3201), RNG).width == 1.0
+
+
+def test_a_plan_gives_a_slow_server_less():
+    """Two servers carry 100 items/s each at width 0.5; one is half as fast as its profile says."""
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
+    of_a = []
+    for segment, previous in ((0, None), (1, 0.5)):
+        now = view(slow("a", 2.0), seen("b"), segment=segment, previous=previous, waiting=0, now=1.0, completed=150)
+        shares = ledger.shares(now)
+        of_a.append(sum(share for (name, _), share in shares.items() if name == "a"))
+    assert ledger.load == 1.0, "three quarters of what they would carry is all that they do"
+    assert sum(of_a) / 2 == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_the_load_that_is_planned_for_is_of_what_servers_carry_now():
+    loads = []
+    for p in (1.0, 2.0):
+        ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
+        ledger.shares(view(slow("a", p), slow("b", p), waiting=0, now=1.0, completed=60))
+        loads.append(ledger.load)
+    assert loads[1] == pytest.approx(2 * loads[0], abs=0.021)
+
+
+def test_a_change_of_pace_is_followed_at_once():
+    router = PlanFollower(Plans(FACTS, Table(), rho=1.0))
+    widths = []
+    for p in (1.0, 3.0, 1.0):
+        now = 1.0 + 0.001 * len(widths)
+        decision = router.decide(view(slow("a", p), slow("b", p), waiting=1, now=now, completed=60), RNG)
+        widths.append(decision.width)
+    assert widths == [1.0, 0.5, 1.0]
+
+
+def test_paces_that_all_have_need_no_other_plan():
+    plans = Plans(FACTS, Table(), rho=1.0)
+    ledger = PlanLedger(plans)
+    for p in (1.0, 1.5, 3.0, 0.7):
+        ledger.shares(view(slow("a", p), slow("b", 1.1 * p), waiting=0, now=p, completed=60))
+    assert set(plans._fleets) == {plans.whole}
+
+
+def test_plans_of_old_paces_are_forgotten(monkeypatch):
+    monkeypatch.setattr(plans_module, "MOST_FLEETS", 4)
+    plans = Plans(FACTS, Table(), rho=1.0, steps=5)
+    for steps in range(20):
+        key = ((("a", STEP**steps), ("b", 1.0)), 3)
+        plans.shares(key), plans.prices(key), plans.usual_time(key, 1.0)
+    kept = [plans._shares, plans._prices, plans._passes]
+    assert len(plans._fleets) <= 5
+    assert all({key[0] for key in keys} <= set(plans._fleets) for keys in kept)
+    assert plans.whole in plans._fleets
