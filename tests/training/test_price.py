@@ -20,7 +20,7 @@ TIRED = Curve((0.0, 0.9, 1.0), (1.0, 1.0, 1.5))  # who never rests is slower by 
 
 @pytest.mark.parametrize(("load", "price"), [(40, 0.0), (60, 20.0), (80, 40.0), (98, 40.0)])
 def test_device_time_is_worth_what_it_buys_where_it_buys_most(load, price):
-    prices = PLANS.prices((("a",), load * LOAD_STEPS // 100))
+    prices = PLANS.prices((PLANS.whole, load * LOAD_STEPS // 100))
     assert prices.device == {"a": pytest.approx(price)}
     assert (prices.into, prices.out_of) == ({"a": 0.0}, {"a": 0.0}), "the link is wide"
 
@@ -96,13 +96,13 @@ def test_a_link_that_is_full_has_a_price_as_well():
 
     servers = server("a", first, bytes_per_s=20_000.0), server("b", second, bytes_per_s=20_000.0)
     plans = Plans(cluster(*servers, move_activations=True), Table(), rho=1.0)
-    prices = plans.prices((("a", "b"), LOAD_STEPS))
+    prices = plans.prices((plans.whole, LOAD_STEPS))
     link = prices.into["b"] + prices.out_of["a"]
     assert link > 0
     price = CapacityPrice(plans, 1.0, 1.0)
     now = view(seen("a"), seen("b"), segment=1, previous=1.0, home="a", now=1.0, completed=10_000)
     moves, stays = (charged(price, now, Decision(name, 0.5, 8)) for name in ("b", "a"))
-    delay = 8 / (2 * plans.load((("a", "b"), LOAD_STEPS)))
+    delay = 8 / (2 * plans.load((plans.whole, LOAD_STEPS)))
     expected = 0.0025 * prices.device["b"] + 400 * link
     assert (moves, stays) == (pytest.approx(expected * delay), pytest.approx(0.020 * prices.device["a"] * delay))
 

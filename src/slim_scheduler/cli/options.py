@@ -18,7 +18,7 @@ AllowFallback = Annotated[
     bool, typer.Option("--allow-fallback", help="A router that raises is no error: the fallback decided for it.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (runs/..., replaced, if left out).")]
 
 
 def examples(*lines: str) -> str:

@@ -97,11 +97,11 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _kind(kind: Any) -> str:
+def _kind(kind: Any, many: bool = False) -> str:
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}
     if get_origin(kind) is tuple:
-        return "list of " + _kind(get_args(kind)[0]) + "s"
-    return names.get(kind, "table")
+        return ("lists of " if many else "list of ") + _kind(get_args(kind)[0], many=True)
+    return names.get(kind, "table") + ("s" if many else "")
 
 
 if __name__ == "__main__":
