@@ -1,5 +1,6 @@
 """The pace of a server: what its batches took, beside its profile, and what routers make of it."""
 
+from itertools import pairwise
 from math import expm1
 
 import msgspec
@@ -8,6 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
+from slim_scheduler.core.messages import (
+    BatchDone,
+    BatchFailed,
+    BlockArrived,
+    DeviceSampled,
+    InstanceReady,
+    LoadInstance,
+    ServerReported,
+    StartBatch,
+)
 from slim_scheduler.core.profile import Curve
 from slim_scheduler.core.router.costs import ServerCost
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
@@ -16,9 +27,10 @@ from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.server.pace import STAYS, STEP, Pace
+from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Batch
 from tests.core.facts import Table, cluster, seen, server, view
-from tests.core.networks import task
+from tests.core.networks import SHAPE, WEIGHT, block, only, task
 
 RNG = default_rng(0)
 PREDICTED = 0.05
@@ -46,7 +58,7 @@ def run(pace: Pace, took: float, count: int = 100, at_once: int = 1, utilization
         now += took
         for one in batches:
             pace.ran(one, utilization, now)
-        now += 1.0  # at rest
+        now += 0.02  # at rest
     return pace.value
 
 
@@ -67,8 +79,29 @@ def test_what_may_be_chance_leaves_it_alone(factor):
     assert run(pace(), factor * PREDICTED) == 1.0
 
 
-def test_one_batch_that_was_disturbed_decides_nothing():
+def test_one_batch_that_was_disturbed_decides_little_however_long_it_took():
     assert run(pace(), 2 * PREDICTED, count=1) == 1.0
+    assert run(pace(), 100.0, count=1) == pytest.approx(STEP)
+    assert run(pace(), 100.0) == pytest.approx(STEP**40), "but a server may really be so slow"
+
+
+def test_a_server_that_gets_no_batches_is_forgiven():
+    measured = pace()
+    assert run(measured, 3 * PREDICTED) > 2.5
+    told = [measured.at(100.0 + second) for second in range(0, 200, 10)]
+    assert told == sorted(told, reverse=True)
+    assert told[-1] == 1.0
+
+
+def test_time_that_a_batch_runs_forgives_nothing():
+    measured = pace()
+    assert run(measured, 3 * PREDICTED) > 2.5
+    measured.began(batch(1000, 17.0), False, 17.0)
+    assert measured.at(1000.0) > 2.3
+
+
+def test_batches_of_no_time_at_all_are_as_fast_as_can_be_told():
+    assert run(pace(), 0.0, count=20_000) == pytest.approx(STEP**-40, rel=0.2)
 
 
 @pytest.mark.parametrize(("sharing", "both"), [((1.0, 1.0), 2.0), ((1.0, 1.5), 2 / 1.5)])
@@ -102,6 +135,34 @@ def test_it_stays_within_a_step_of_the_average_and_does_not_flutter(noise, facto
     late = told[len(told) // 2 :]
     assert len(set(late)) <= 3
     assert 0.9 / STEP**STAYS * 0.95 < late[-1] / factor < 1.1 * STEP**STAYS * 1.05
+
+
+def test_a_server_tells_the_pace_of_its_batches():
+    """By all that its scheduler tells it: what was built, what failed, how busy the device is."""
+    profile = msgspec.structs.replace(server("a").profile, sharing=(1.0,), slowdown=Curve((0.0, 1.0), (1.0, 1.0)))
+    knobs = ServerKnobs(max_batch=1, vram_budget=100 * WEIGHT)
+
+    def after(took: float, *, failing: int = 0, busy: float = 0.0, slowed: float = 1.0) -> float:
+        curve = Curve((0.0, 1.0), (1.0, slowed))
+        measured = Pace(lambda *of: PREDICTED, msgspec.structs.replace(profile, slowdown=curve))
+        machine, now = ServerScheduler("a", knobs, SHAPE, 1, None, measured), 0.0
+        for number in range(1, 120):
+            commands = machine.handle(BlockArrived(block(number, (task(number),), 0.5)), now)
+            for load in only(commands, LoadInstance):
+                commands = machine.handle(InstanceReady(load.instance), now)
+            machine.handle(DeviceSampled(busy), now)
+            running = only(commands, StartBatch)[0].batch
+            now += took
+            if number <= failing:
+                machine.handle(BatchFailed(running.batch_id, "broken"), now)
+            else:
+                machine.handle(BatchDone(running.batch_id), now)
+        return only(machine.handle(DeviceSampled(busy), now), ServerReported)[0].report.pace
+
+    assert after(PREDICTED) == 1.0
+    assert after(2 * PREDICTED) == pytest.approx(2.0, rel=0.09)
+    assert after(2 * PREDICTED, failing=20) == pytest.approx(2.0, rel=0.09), "what failed shares nothing any more"
+    assert after(2 * PREDICTED, busy=1.0, slowed=2.0) == 1.0
 
 
 def test_predictions_are_the_profiles_times_the_pace():
@@ -161,6 +222,32 @@ def test_paces_that_all_have_need_no_other_plan():
     ledger = PlanLedger(plans)
     for p in (1.0, 1.5, 3.0, 0.7):
         ledger.shares(view(slow("a", p), slow("b", 1.1 * p), waiting=0, now=p, completed=60))
+    assert set(plans._fleets) == {plans.whole}
+
+
+@pytest.mark.parametrize("slowed", [1.0, 2.0])
+def test_a_load_at_the_edge_of_a_step_changes_no_plan_over_and_over(slowed):
+    plans = Plans(FACTS, Table(), rho=1.0, steps=100)
+    ledger = PlanLedger(plans)
+    most = plans.most((("a", slowed), ("b", 1.0)))
+    loads, received = [], 0
+    for second in range(1, 40):
+        received += round(1000 * most * (0.449 if second % 2 else 0.4505)) / 1000
+        now = view(slow("a", slowed), seen("b"), waiting=0, now=float(second))
+        ledger.shares(msgspec.structs.replace(now, received=received, requests=received))
+        loads.append(ledger.load)
+    assert sum(a != b for a, b in pairwise(loads[5:])) <= 1
+
+
+def test_the_load_is_told_in_items_that_come_whatever_the_pace():
+    for p in (1.0, 2.0):
+        now = view(slow("a", p), slow("b", p), waiting=0, now=1.0, completed=60)
+        assert PlanLedger(Plans(FACTS, Table(), rho=1.0)).rate(now) == pytest.approx(60, abs=4)
+
+
+def test_a_fleet_is_the_same_in_whatever_order_its_servers_joined():
+    plans = Plans(FACTS, Table(), rho=1.0)
+    PlanLedger(plans).shares(view(seen("b"), seen("a"), waiting=0, now=1.0, completed=60))
     assert set(plans._fleets) == {plans.whole}
 
 

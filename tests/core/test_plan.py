@@ -3,6 +3,7 @@
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 from numpy.random import default_rng
 
@@ -137,6 +138,21 @@ def test_a_rise_beyond_chance_counts_at_once(after):
     ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
     came(ledger, 30, 1.0)
     assert came(ledger, 30 + round(120 * after), 1.0 + after) * most == pytest.approx(120, abs=2.8)
+
+
+@pytest.mark.parametrize("size", [1, 32])
+def test_requests_of_many_items_are_no_rise(size):
+    """Steady Poisson requests: the load that is planned for stays near what comes."""
+    plans, rng = Plans(FACTS, Table(), rho=1.0), default_rng(7)
+    ledger, load = PlanLedger(plans), 0.4 * plans.most(plans.whole)
+    at, requests, planned = 0.0, 0, []
+    while at < 400.0:
+        at += rng.exponential(size / load)
+        requests += 1
+        now = view(seen("a"), seen("b"), waiting=0, now=at)
+        ledger.shares(msgspec.structs.replace(now, received=size * requests, requests=requests))
+        planned.append(ledger.load)
+    assert np.mean(planned[len(planned) // 10 :]) == pytest.approx(0.4, rel=0.25)
 
 
 @pytest.mark.parametrize(("rho", "width"), [(1.0, 0.5), (1.5, 1.0)])

@@ -69,6 +69,7 @@ def test_ages_within_a_step_are_the_same():
         pytest.param(view(reported(seen("a"), utilization=0.9), seen("b")), id="busier"),
         pytest.param(view(reported(seen("a"), utilization=None), seen("b")), id="unknown"),
         pytest.param(view(reported(seen("a"), power_w=150.0), seen("b")), id="power"),
+        pytest.param(view(reported(seen("a"), pace=1.1), seen("b")), id="pace"),
         pytest.param(view(reported(seen("a"), memory_used=1 << 29), seen("b")), id="memory"),
         pytest.param(view(reported(seen("a"), queue_per_segment=(1, 0)), seen("b")), id="queued"),
         pytest.param(view(seen("a", loaded=((0, 0.5),)), seen("b")), id="loaded"),

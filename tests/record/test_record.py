@@ -74,14 +74,15 @@ def test_payloads_can_be_left_on_disk(tmp_path: Path) -> None:
     assert light.rows.drop(["payload"]) == read_record(tmp_path).rows.drop(["payload"])
 
 
-def test_a_record_of_before_second_passes_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("added", [("pace",), ("passes", "margin", "pace")])
+def test_a_record_of_before_a_column_is_read(tmp_path: Path, added: tuple[str, ...]) -> None:
     recorded("blocks").write(tmp_path / "now.parquet", INFO)
     with pq.ParquetFile(tmp_path / "now.parquet") as file:
         table = file.read().replace_schema_metadata(file.metadata.metadata)
-    pq.write_table(table.drop(["passes", "margin"]), tmp_path / "record.parquet")
+    pq.write_table(table.drop(list(added)), tmp_path / "record.parquet")
     old, now = read_record(tmp_path), read_record(tmp_path / "now.parquet")
-    assert old.rows["passes"].null_count == len(old.rows)
-    assert old.rows.drop(["passes", "margin"]) == now.rows.drop(["passes", "margin"])
+    assert all(old.rows[column].null_count == len(old.rows) for column in added)
+    assert old.rows.drop(list(added)) == now.rows.drop(list(added))
     pq.write_table(table.drop(["right"]), tmp_path / "record.parquet")
     with pytest.raises(RecordError):
         read_record(tmp_path)

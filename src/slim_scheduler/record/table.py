@@ -93,7 +93,7 @@ class TupleNames(dict[tuple[Any, ...], str]):
 
 
 # What records of before do not have.
-ADDED = ("passes", "margin")
+ADDED = ("passes", "margin", "pace")
 
 Extract = Callable[[Sequence[Any], TupleNames], Any]  # the values of one column, from all rows of a kind
 

@@ -326,7 +326,8 @@ class Dispatcher:
         else:
             choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
         ledger = self._ledger
-        return View(now, head, len(fifo), fifo.per_segment, ledger.completed, servers, choices, ledger.received_items)
+        arrived = ledger.received_items, ledger.received_requests
+        return View(now, head, len(fifo), fifo.per_segment, ledger.completed, servers, choices, *arrived)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:
         fifo_length = len(self._fifo)

@@ -14,6 +14,8 @@ MEMORY: Seconds = 1.0  # of predicted work, over which batches are averaged
 STEP = 1.1  # between the paces that are told: plans are kept by pace
 STAYS = 0.75  # of a step that the average may be away from what was told
 MOST = 40  # steps: 45 times as slow, or as fast
+FORGOTTEN: Seconds = 20.0  # without a batch, over which what was seen is forgotten: else who is avoided stays so
+STALL = 4.0  # times what is expected that one batch counts at most
 
 
 class Pace:
@@ -49,14 +51,27 @@ class Pace:
         predicted = self._batch_time(batch.segment, batch.previous_width, batch.width, len(batch.tasks))
         predicted *= self._profile.slowdown(utilization or 0.0)
         left = exp(-predicted / MEMORY)
-        self._took = left * self._took + self._shared - begun
+        self._took = left * self._took + min(self._shared - begun, STALL * self.value * predicted)
         self._predicted = left * self._predicted + predicted
-        steps = log(self._took / self._predicted) / log(STEP)
-        if abs(steps - self._steps) > STAYS:
-            self._steps = max(-MOST, min(MOST, round(steps)))
-            self.value = STEP**self._steps
+        self._tell()
+
+    def at(self, now: Seconds) -> float:
+        """The pace that a report tells."""
+        self._settle(now)
+        return self.value
 
     def _settle(self, now: Seconds) -> None:
+        passed, self._settled = now - self._settled, now
         if self._begun:
-            self._shared += (now - self._settled) * self._profile.share(len(self._begun))
-        self._settled = now
+            self._shared += passed * self._profile.share(len(self._begun))
+        elif self._took != self._predicted:
+            kept = exp(-passed / FORGOTTEN)
+            self._took = MEMORY + kept * (self._took - MEMORY)
+            self._predicted = MEMORY + kept * (self._predicted - MEMORY)
+            self._tell()
+
+    def _tell(self) -> None:
+        steps = log(max(STEP**-MOST, self._took / self._predicted)) / log(STEP)
+        if abs(steps - self._steps) > STAYS:
+            self._steps = min(MOST, round(steps))
+            self.value = STEP**self._steps

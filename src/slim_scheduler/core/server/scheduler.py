@@ -453,7 +453,7 @@ class ServerScheduler:
             energy_source=sample.energy_source,
             batch_p50=times[len(times) // 2] if times else None,
             batch_p99=times[len(times) * 99 // 100] if times else None,
-            pace=1.0 if self._pace is None else self._pace.value,
+            pace=1.0 if self._pace is None else self._pace.at(now),
         )
 
     def _check_budget(self) -> None:

@@ -26,10 +26,10 @@ USUAL_PASSES = 3.0  # an item's time in the system, in passes through the networ
 FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
 FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
 FOLLOWED_TWICE = 2.0  # `lp`: the same on plans of two passes, whose batches fill more slowly
-RISE = 3.0  # standard deviations of Poisson arrivals; a rise beyond them is no chance, and counts at once
-SLOWER = 2.0  # steps in which servers differ in pace, for plans; each new one costs two to three linear programs
+RISE = 3.0  # standard deviations of Poisson requests; a rise beyond them is no chance, and counts at once
+SLOWER = 2.0  # steps in which servers differ in pace, for plans: every load step of a new fleet is solved when needed
 STAYS = 0.75  # of such a step that a server may be away from what is planned for
-STEPS_ABOVE = 2  # a plan is kept while the load is no further below it: each change costs half-full batches
+STEPS_ABOVE = 1  # so far below its own step the load may be before a plan goes: each change costs half-full batches
 
 
 class PlanLedger:
@@ -49,7 +49,7 @@ class PlanLedger:
         self._load: float | None = None
         self._looked_at: Seconds = 0.0
         self._measured_at: Seconds = 0.0
-        self._seen = 0  # items that had arrived then
+        self._seen = (0, 0)  # items and requests that had arrived then
         self._current: PlanKey | None = None
         self._paces: dict[ServerName, float] = {}  # of the servers in service
         self._fleet: Fleet = ()  # these, as plans know them
@@ -94,7 +94,8 @@ class PlanLedger:
 
     def rate(self, view: View) -> float:
         """The load that is planned for, items per second."""
-        return self._plans.load(self._plan_for(view))
+        planned = self._plans.load(self._plan_for(view))
+        return self._carried * planned
 
     def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
         """By how many tasks each target is behind its share of what was sent of this kind and of what waits."""
@@ -141,11 +142,11 @@ class PlanLedger:
 
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one after a while, or when a server came, went or changed its pace."""
-        known = self._facts.servers
-        paces = {name: server.pace for name, server in view.servers.items() if server.up and name in known}
-        self._measure(view)
+        servers = [(name, view.servers.get(name)) for name in self._facts.servers]
+        paces = {name: server.pace for name, server in servers if server is not None and server.up}
         if self._current is None or paces != self._paces or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
+            self._measure(view)
             if paces != self._paces:
                 self._paces = paces
                 self._fleet = self._slowed(paces)
@@ -163,14 +164,15 @@ class PlanLedger:
         since = view.now - self._measured_at
         if since < (PLAN_EVERY if self._load is None else LOOK_EVERY):
             return
-        rate = (view.received - self._seen) / since
-        if self._load is None or rate > self._load + RISE * math.sqrt(max(self._load, 1 / since) / since):
+        items, requests = view.received - self._seen[0], view.requests - self._seen[1]
+        rate, size = items / since, items / requests if requests else 1.0
+        if self._load is None or rate > self._load + RISE * math.sqrt(size * max(self._load, size / since) / since):
             self._load = rate
         elif since < PLAN_EVERY:
             return
         else:
             self._load = MEMORY * self._load + (1 - MEMORY) * rate
-        self._measured_at, self._seen = view.now, view.received
+        self._measured_at, self._seen = view.now, (view.received, view.requests)
 
     def _slowed(self, paces: Mapping[ServerName, float]) -> Fleet:
         """The servers with how many times slower each is than the fastest by its profile, in large steps.
@@ -196,7 +198,8 @@ class PlanLedger:
             return most
         catch_up = 0.0 if self._plans.overloaded else self._excess(view) / CATCH_UP
         steps = most * (self._load + catch_up) / (self._carried * self._plans.most(fleet))
-        if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < STEPS_ABOVE:
+        kept = self._plans.every(fleet) + STEPS_ABOVE
+        if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < kept:
             return self._current[1]
         return self._plans.step(fleet, steps)
 

@@ -20,7 +20,7 @@ Target = tuple[ServerName, Width]
 Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
 PlanKey = tuple[Fleet, int]  # and the load step
 MOST_FLEETS = 32  # whose plans are kept, beside the whole one
-PART_STEPS = 20  # of any other fleet, whose plans are made while a request waits
+PART_STEPS = 10  # of any other fleet, whose plans are made while a request waits
 
 
 class HeadKind(msgspec.Struct, frozen=True, gc=False):
@@ -73,8 +73,12 @@ class Plans:
 
     def step(self, fleet: Fleet, steps: float) -> int:
         """The step at which so many steps are planned for: the next one up, of those that the fleet has."""
-        every = 1 if fleet == self.whole else max(1, self.steps // PART_STEPS)
+        every = self.every(fleet)
         return max(1, min(self.steps, every * math.ceil(steps / every)))
+
+    def every(self, fleet: Fleet) -> int:
+        """Of how many steps the fleet has one."""
+        return 1 if fleet == self.whole else max(1, self.steps // PART_STEPS)
 
     def load(self, key: PlanKey) -> float:
         """The load of a step, items per second."""
