@@ -1,11 +1,12 @@
 """`slim frontier`: the bound as a table, a figure or JSON."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slim_scheduler.cli.options import ConfigFile, Json, Out, Overrides, examples
+from slim_scheduler.cli.options import ConfigFile, Json, Overrides, examples
 from slim_scheduler.cli.running import read_config
 from slim_scheduler.cli.terminal import console, print_json
 
@@ -36,7 +37,9 @@ def frontier(
         int, typer.Option("--accuracies", min=1, help="So many accuracies per load, each with its least energy.")
     ] = 1,
     table: Annotated[str, typer.Option("--table", help="Accuracy table: test or held-out.")] = "test",
-    out: Out = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for frontier.json and frontier.svg; none if left out.")
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

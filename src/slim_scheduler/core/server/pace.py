@@ -11,7 +11,7 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, BatchId, Seconds
 
 MEMORY: Seconds = 1.0  # of predicted work, over which batches are averaged
-STEP = 1.1  # between the paces that are told: plans are kept by pace
+STEP = 1.1  # between the paces that are told: a change of them is looked at at once
 STAYS = 0.75  # of a step that the average may be away from what was told
 MOST = 40  # steps: 45 times as slow, or as fast
 FORGOTTEN: Seconds = 20.0  # without a batch, over which what was seen is forgotten: else who is avoided stays so

@@ -1,4 +1,4 @@
-"""The router `lp`: follows the linear program's plan for the load it measures, looked at again every second.
+"""The router `lp`: follows the linear program's plan for the load it measures, looked at again four times a second.
 
 As Proteus does, it takes the most accurate plan that carries the load, gives each server and width its share of every
 kind of head, and sends the next block where the share is most behind. Plans are kept by load, in steps, and by the
