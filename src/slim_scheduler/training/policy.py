@@ -90,4 +90,4 @@ class PolicyNetwork(nn.Module):
 
 
 def _masked(logits: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, logits, float(MASKED))
+    return torch.where(mask, logits, MASKED)

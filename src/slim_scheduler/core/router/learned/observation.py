@@ -54,6 +54,21 @@ class Encoder(Protocol):
     def took(self, view: View, decision: Decision) -> None: ...
 
 
+class Figures(NamedTuple):
+    """An observation before it is arrays: encoders that see more add columns at the end."""
+
+    shared: list[float]
+    servers: list[list[float]]
+    server_mask: list[bool]
+    width_mask: Flags
+    group_mask: Flags
+
+
+def observation(figures: Figures) -> Observation:
+    shared, servers, available, widths, groups = figures
+    return Observation(np.array(shared, np.float32), np.array(servers, np.float32), np.array(available), widths, groups)
+
+
 class _Choices:
     """Masks of what may be chosen. They are few and shared: nobody may change them."""
 
@@ -143,16 +158,18 @@ class ExtendedEncoder:
         self._rate = 0.0  # items per second, of the cluster's capacity
 
     def encode(self, view: View) -> Observation:
+        return observation(self.figures(view))
+
+    def figures(self, view: View) -> Figures:
         head, views, now = view.head, view.servers, view.now
         self._measure_rate(view)
-        time = self._batch_time
-        waiting = log1p(head.waiting) / COUNT_SCALE
+        time, slack = self._batch_time, head.slack
         shared = [  # as `layout.py` names them
             *self._prefixes[head.segment, head.previous_width],
-            waiting,
+            log1p(head.waiting) / COUNT_SCALE,
             log1p(head.age / time) / TIME_SCALE,
-            0.0 if head.slack is None else log1p(max(0.0, head.slack) / time) / TIME_SCALE,
-            1.0 if head.slack is None else 0.0,
+            0.0 if slack is None else log1p(max(0.0, slack) / time) / TIME_SCALE,
+            1.0 if slack is None else 0.0,
             log1p(view.fifo_length) / TOTAL_SCALE,
             self._rate,
             1.0 / len(views),
@@ -163,15 +180,9 @@ class ExtendedEncoder:
         for server in self._servers:
             seen = views.get(server.name)  # None: it has not joined yet
             available.append(server.name in view.choices)
-            rows.append(self._absent if seen is None else server.row(seen, head, now))
+            rows.append(self._absent.copy() if seen is None else server.row(seen, head, now))
         choices = self._choices
-        return Observation(
-            np.array(shared, np.float32),
-            np.array(rows, np.float32),
-            np.array(available),
-            choices.of_widths(head.widths),
-            choices.of_groups(head.waiting),
-        )
+        return Figures(shared, rows, available, choices.of_widths(head.widths), choices.of_groups(head.waiting))
 
     def took(self, view: View, decision: Decision) -> None:
         self._measure_rate(view)

@@ -10,13 +10,11 @@ and the margin of the first; which items run again is the plan's to say.
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from slim_scheduler.core.router.learned.layout import layout_of
-from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Observation
+from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Figures, Observation, observation
 from slim_scheduler.core.router.plan.follower import FOLLOWED_TWICE, PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
-from slim_scheduler.core.types import Decision, Seconds, WidthTuple
+from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import View
 
 MOST_BEHIND = 2.0  # full batches; further is all the same
@@ -32,46 +30,35 @@ class PlannedEncoder:
         self._ledger = ledger or PlanLedger(plans)
         self._widths = facts.shape.widths
         self._overloaded = plans.overloaded
-        self._places = {
-            (name, width): (row, column)
-            for row, name in enumerate(facts.servers)
-            for column, width in enumerate(self._widths)
-        }
         self._units = {name: 1.0 / server.max_batch for name, server in facts.servers.items()}
         self.names = self._seen.names
         self.layout = layout_of("planned", facts.shape, len(self.names))
 
     def encode(self, view: View) -> Observation:
-        seen = self._seen.encode(view)
-        shares = self._ledger.shares(view)
-        of_all, of_server = self.layout
-        shared = np.zeros(of_all.size, np.float32)
-        shared[: len(seen.shared)] = seen.shared
-        servers = np.zeros((len(self.names), of_server.size), np.float32)
-        servers[:, : seen.servers.shape[1]] = seen.servers
-        # Views of these columns: what is written here stands there.
-        share, behind = servers[:, of_server["planned_share"]], servers[:, of_server["behind"]]
-        behind[:] = NOT_PLANNED
-        for target, tasks in self._ledger.behind(view, shares).items():
-            place = self._places[target]
-            share[place] = shares[target]
-            behind[place] = max(-MOST_BEHIND, min(MOST_BEHIND, tasks * self._units[target[0]]))
-        shared[of_all["planned_load"]] = self._ledger.load
-        next_server, next_width = self._next(view, shares)
-        if next_server is not None:
-            servers[next_server, of_server["next_server"]] = 1.0
-        if next_width is not None:
-            shared[of_all["next_width"]][next_width] = 1.0
-        return seen._replace(shared=shared, servers=servers)
+        return observation(self.figures(view))
 
-    def _next(self, view: View, shares: Mapping[Target, float]) -> tuple[int | None, int | None]:
-        """Indices of the server and width that `lp` would take."""
+    def figures(self, view: View) -> Figures:
+        figures = self._seen.figures(view)
+        shares = self._ledger.shares(view)
+        widths = self._widths
+        next_server, next_width = self._next(view, shares)
+        behind = self._ledger.behind(view, shares)
+        figures.shared.append(self._ledger.load)  # as `layout.py` names them
+        figures.shared.extend([1.0 if width == next_width else 0.0 for width in widths])
+        for name, row in zip(self.names, figures.servers, strict=True):
+            unit = self._units[name]
+            row += [shares.get((name, width), 0.0) for width in widths]
+            late = [behind.get((name, width)) for width in widths]
+            row += [NOT_PLANNED if t is None else max(-MOST_BEHIND, min(MOST_BEHIND, t * unit)) for t in late]
+            row.append(1.0 if name == next_server else 0.0)
+        return figures
+
+    def _next(self, view: View, shares: Mapping[Target, float]) -> tuple[ServerName | None, Width | None]:
+        """The server and width that `lp` would take."""
         chosen = self._ledger.next(view, shares)
         if chosen is not None:
-            return self._places[chosen]
-        if self._overloaded:
-            return None, self._widths.index(self._ledger.other_width(view, shares))
-        return None, None
+            return chosen
+        return None, self._ledger.other_width(view, shares) if self._overloaded else None
 
     def took(self, view: View, decision: Decision) -> None:
         """The decision about this view."""
@@ -94,12 +81,9 @@ class EscalatingEncoder:
         self.layout = layout_of("escalating", plans.facts.shape, len(self.names))
 
     def encode(self, view: View) -> Observation:
-        seen, columns = self._planned.encode(view), self.layout.shared
-        shared = np.zeros(columns.size, np.float32)
-        shared[: len(seen.shared)] = seen.shared
-        shared[columns["again"]] = view.head.again
-        shared[columns["margin"]] = view.head.margin or 0.0
-        return seen._replace(shared=shared)
+        figures = self._planned.figures(view)
+        figures.shared.extend((float(view.head.again), view.head.margin or 0.0))  # as `layout.py` names them
+        return observation(figures)
 
     def took(self, view: View, decision: Decision) -> None:
         self._planned.took(view, decision)

@@ -5,6 +5,7 @@ the outputs. Heads are logits; what may be chosen, and how, is the router's busi
 """
 
 from collections.abc import Mapping
+from math import exp
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 
 from slim_scheduler.core.router.learned.observation import Flags, Floats, Observation
 
-MASKED = np.float32(-1e9)  # a logit that no softmax sees
+MASKED = -1e9  # a logit that no softmax sees
 
 
 class NetworkSizes(msgspec.Struct, frozen=True):
@@ -97,28 +98,40 @@ class ExtendedNetwork:
     """
 
     def __init__(self, parameters: Mapping[str, Floats]) -> None:
-        p = self._p = dict(parameters)
-        self._choices = np.concatenate([p["width.weight"], p["group.weight"]], axis=1)
-        self._choices_bias = np.concatenate([p["width.bias"], p["group.bias"]])
-        self._widths = p["width.bias"].size
-        self._value = p["value.weight"][:, 0], float(p["value.bias"][0])
+        # What has the same input is one product: a decision of so few figures is all calls.
+        p = parameters
+        h = self._hidden = p["second.bias"].size
+        context, choice = p["context.weight"], p["choice.weight"]
+        self._shared = _beside(p["row_shared.weight"], context[2 * h :])  # (shared, 2H)
+        self._shared_bias = _beside(p["row.bias"], p["context.bias"])
+        self._row = p["row.weight"]
+        self._second = p["second.weight"], p["second.bias"]
+        self._pooled = context[: 2 * h]
+        self._rows = _beside(p["score.weight"], choice[:h])  # (H, 2H)
+        self._context = _beside(p["score_context.weight"], choice[h:], p["value.weight"])  # (H, 2H + 1)
+        self._context_bias = _beside(p["score.bias"], p["choice.bias"], p["value.bias"])
         self._score = p["server.weight"][:, 0]
+        self._choices = _beside(p["width.weight"], p["group.weight"])
+        self._choices_bias = _beside(p["width.bias"], p["group.bias"])
+        self._widths = p["width.bias"].size
 
     def forward(self, observation: Observation) -> Heads:
-        p, shared = self._p, observation.shared
-        rows = np.tanh(
-            observation.servers @ p["row.weight"] + (shared @ p["row_shared.weight"] + p["row.bias"])
-        )  # (N, H)
-        rows = np.tanh(rows @ p["second.weight"] + p["second.bias"])
-        pooled = np.concatenate((np.add.reduce(rows) / len(rows), np.maximum.reduce(rows), shared))
-        context = np.tanh(pooled @ p["context.weight"] + p["context.bias"])
-        scores = np.tanh(rows @ p["score.weight"] + (context @ p["score_context.weight"] + p["score.bias"]))
+        h = self._hidden
+        shared = observation.shared @ self._shared + self._shared_bias
+        rows = observation.servers @ self._row + shared[:h]  # (N, H)
+        np.tanh(rows, out=rows)
+        weight, bias = self._second
+        rows = rows @ weight + bias
+        np.tanh(rows, out=rows)
+        pooled = np.concatenate((np.add.reduce(rows) / len(rows), np.maximum.reduce(rows)))
+        context = np.tanh(pooled @ self._pooled + shared[h:])
+        of_context = context @ self._context + self._context_bias
+        of_rows = rows @ self._rows
+        scores = np.tanh(of_rows[:, :h] + of_context[:h])
         server = scores @ self._score  # (N,)
-        likely = softmax(server, observation.server_mask) @ rows
-        choice = np.tanh(np.concatenate((likely, context)) @ p["choice.weight"] + p["choice.bias"])
-        out = choice @ self._choices + self._choices_bias
-        weight, bias = self._value
-        return Heads(server, out[: self._widths], out[self._widths :], float(context @ weight) + bias)
+        likely = softmax(server, observation.server_mask) @ of_rows[:, h:]
+        out = np.tanh(likely + of_context[h:-1]) @ self._choices + self._choices_bias
+        return Heads(server, out[: self._widths], out[self._widths :], float(of_context[-1]))
 
 
 def build_network(kind: str, parameters: Mapping[str, Floats]) -> Network:
@@ -127,6 +140,12 @@ def build_network(kind: str, parameters: Mapping[str, Floats]) -> Network:
 
 def softmax(logits: Floats, mask: Flags) -> Floats:
     """Probabilities of what the mask leaves; the others have none."""
-    seen = np.where(mask, logits, MASKED)
-    weights = np.exp(seen - np.maximum.reduce(seen))
-    return np.asarray(weights / np.add.reduce(weights))
+    seen = [logit if may else MASKED for logit, may in zip(logits.tolist(), mask.tolist(), strict=True)]
+    highest = max(seen)
+    weights = [exp(logit - highest) for logit in seen]
+    total = sum(weights)
+    return np.array([weight / total for weight in weights], np.float32)
+
+
+def _beside(*parts: Floats) -> Floats:
+    return np.concatenate(parts, axis=-1)

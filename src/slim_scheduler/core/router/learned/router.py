@@ -19,7 +19,7 @@ from slim_scheduler.core.router.base import Escalation, RouterFacts
 from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.layout import LAYOUT, Kind
 from slim_scheduler.core.router.learned.observation import Encoder, Flags, Floats, Observation
-from slim_scheduler.core.router.learned.policy import Network, NetworkSizes, build_network, softmax
+from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSizes, build_network, softmax
 from slim_scheduler.core.router.learned.situations import Situations
 from slim_scheduler.core.router.plan.choices import pairs, uniform
 from slim_scheduler.core.router.plan.follower import FOLLOWED_STEPS
@@ -178,15 +178,15 @@ class _OtherCluster:
 
 def _argmax(logits: Floats, mask: Flags, rng: Generator) -> int:
     """The first of the largest rounded logits among what may be chosen."""
-    values = logits.tolist()
-    if any(map(isnan, values)):
+    values = [value if may else MASKED for value, may in zip(logits.tolist(), mask.tolist(), strict=True)]
+    highest = max(values)
+    if isnan(sum(values)):
         raise RouterError("the policy gave NaN")
-    allowed = [(value, i) for i, (value, may) in enumerate(zip(values, mask.tolist(), strict=True)) if may]
-    if not allowed:
+    if highest == MASKED:
         raise RouterError("the policy has nothing it may choose")
-    near = max(allowed)[0] - 2 * 10**-DECIMALS  # of others, no rounding makes the largest
-    close = [(round(value, DECIMALS), -i) for value, i in allowed if value >= near]
-    return -max(close)[1]
+    near = highest - 2 * 10**-DECIMALS  # of others, no rounding makes the largest
+    close = [i for i, value in enumerate(values) if value >= near]
+    return close[0] if len(close) == 1 else max(close, key=lambda i: (round(values[i], DECIMALS), -i))
 
 
 def _draw(logits: Floats, mask: Flags, rng: Generator) -> int:
