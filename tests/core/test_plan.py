@@ -129,7 +129,7 @@ def test_what_was_refused_is_load_too():
     assert came(PlanLedger(Plans(FACTS, Table(), rho=1.0)), 120, 1.0) == pytest.approx(0.9, abs=0.021)
 
 
-@pytest.mark.parametrize("after", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("after", [0.15, 0.3, 0.5, 1.0])
 def test_a_rise_beyond_chance_counts_at_once(after):
     ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
     most = PlanProgram(FACTS, Table()).max_load()

@@ -1,4 +1,4 @@
-"""The router `lp`: follows the linear program's plan for the load it measures, looked at again four times a second.
+"""The router `lp`: follows the linear program's plan for the load it measures, looked at again ten times a second.
 
 As Proteus does, it takes the most accurate plan that carries the load, gives each server and width its share of every
 kind of head, and sends the next block where the share is most behind. Plans are kept by load, in steps, and by the
@@ -19,14 +19,14 @@ from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, Widt
 from slim_scheduler.core.view import Head, View
 
 PLAN_EVERY: Seconds = 1.0
-LOOK_EVERY: Seconds = 0.25  # whether more comes, or is there, than usual
+LOOK_EVERY: Seconds = 0.1  # as often as servers report: whether more comes, or is there, than usual
 MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
 USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
 FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
 FOLLOWED_PASSES = 1.0  # `lp`: the same as USUAL_PASSES, so that its widths answer to a queue before it has grown
 FOLLOWED_TWICE = 2.0  # `lp`: the same on plans of two passes, whose batches fill more slowly
-RISE = 3.0  # standard deviations of Poisson requests; a rise beyond them is no chance, and counts at once
+RISE = 4.0  # standard deviations of Poisson requests; a rise beyond them is hardly chance, and counts at once
 SLOWER = 2.0  # steps in which servers differ in pace, for plans: every load step of a new fleet is solved when needed
 STAYS = 0.75  # of such a step that a server may be away from what is planned for
 STEPS_ABOVE = 1  # so far below its own step the load may be before a plan goes: each change costs half-full batches
