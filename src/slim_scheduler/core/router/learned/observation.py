@@ -65,6 +65,7 @@ class Figures(NamedTuple):
 
 
 def observation(figures: Figures) -> Observation:
+    """The same figures as arrays."""
     shared, servers, available, widths, groups = figures
     return Observation(np.array(shared, np.float32), np.array(servers, np.float32), np.array(available), widths, groups)
 

@@ -140,11 +140,16 @@ def build_network(kind: str, parameters: Mapping[str, Floats]) -> Network:
 
 def softmax(logits: Floats, mask: Flags) -> Floats:
     """Probabilities of what the mask leaves; the others have none."""
-    seen = [logit if may else MASKED for logit, may in zip(logits.tolist(), mask.tolist(), strict=True)]
+    seen = masked(logits, mask)
     highest = max(seen)
     weights = [exp(logit - highest) for logit in seen]
     total = sum(weights)
     return np.array([weight / total for weight in weights], np.float32)
+
+
+def masked(logits: Floats, mask: Flags) -> list[float]:
+    """The logits of what the mask leaves, and `MASKED` for the others."""
+    return [logit if may else MASKED for logit, may in zip(logits.tolist(), mask.tolist(), strict=True)]
 
 
 def _beside(*parts: Floats) -> Floats:

@@ -19,7 +19,7 @@ from slim_scheduler.core.router.base import Escalation, RouterFacts
 from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.layout import LAYOUT, Kind
 from slim_scheduler.core.router.learned.observation import Encoder, Flags, Floats, Observation
-from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSizes, build_network, softmax
+from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSizes, build_network, masked, softmax
 from slim_scheduler.core.router.learned.situations import Situations
 from slim_scheduler.core.router.plan.choices import pairs, uniform
 from slim_scheduler.core.router.plan.follower import FOLLOWED_STEPS
@@ -178,7 +178,7 @@ class _OtherCluster:
 
 def _argmax(logits: Floats, mask: Flags, rng: Generator) -> int:
     """The first of the largest rounded logits among what may be chosen."""
-    values = [value if may else MASKED for value, may in zip(logits.tolist(), mask.tolist(), strict=True)]
+    values = masked(logits, mask)
     highest = max(values)
     if isnan(sum(values)):
         raise RouterError("the policy gave NaN")
