@@ -80,14 +80,36 @@ def test_another_situation_is_not(other):
     assert not known(Situations(FACTS, UNIT), view(*servers()), other)
 
 
-def test_what_is_kept_is_bounded():
-    situations = Situations(FACTS, UNIT)
-    for waiting in range(1, 3 * MOST_KEPT):
-        situations.keep(situations.key(view(*servers(), waiting=waiting)), CHOSEN)
+def asked(situations, seen_views):
+    """Asks about each view, keeps what is not known, and says how many had a key."""
+    keys = 0
+    for each in seen_views:
+        key = situations.key(each)
+        if key is None:
+            continue
+        keys += 1
+        if situations.decided(key) is None:
+            situations.keep(key, CHOSEN)
         assert len(situations._decided) <= MOST_KEPT
-    for queued in range(3 * MOST_KEPT):
-        situations.key(view(reported(seen("a"), queue_per_segment=(queued, 0)), seen("b")))
         assert len(situations._classes) <= MOST_KEPT
+    return keys
+
+
+def ever_new(now=0.0):
+    return [view(*servers(), waiting=waiting, now=now) for waiting in range(1, 3 * MOST_KEPT)]
+
+
+def test_where_nothing_comes_again_none_is_kept_until_the_time_is_over():
+    situations = Situations(FACTS, UNIT)
+    assert asked(situations, ever_new()) == MOST_KEPT
+    assert asked(situations, ever_new(now=KEPT)) == MOST_KEPT
+    changing = [view(reported(seen("a"), queue_per_segment=(n, 0)), seen("b")) for n in range(3 * MOST_KEPT)]
+    assert asked(Situations(FACTS, UNIT), changing) <= MOST_KEPT
+
+
+def test_where_most_come_again_they_are_kept_on():
+    twice = [each for pair in zip(ever_new(), ever_new(), strict=True) for each in pair]
+    assert asked(Situations(FACTS, UNIT), twice) == len(twice)
 
 
 def test_a_server_that_joined_later_is_of_no_situation():

@@ -41,8 +41,8 @@ class PlannedEncoder:
         figures = self._seen.figures(view)
         shares = self._ledger.shares(view)
         widths = self._widths
-        next_server, next_width = self._next(view, shares)
         behind = self._ledger.behind(view, shares)
+        next_server, next_width = self._next(view, shares, behind)
         figures.shared.append(self._ledger.load)  # as `layout.py` names them
         figures.shared.extend([1.0 if width == next_width else 0.0 for width in widths])
         for name, row in zip(self.names, figures.servers, strict=True):
@@ -53,9 +53,11 @@ class PlannedEncoder:
             row.append(1.0 if name == next_server else 0.0)
         return figures
 
-    def _next(self, view: View, shares: Mapping[Target, float]) -> tuple[ServerName | None, Width | None]:
+    def _next(
+        self, view: View, shares: Mapping[Target, float], behind: Mapping[Target, float]
+    ) -> tuple[ServerName | None, Width | None]:
         """The server and width that `lp` would take."""
-        chosen = self._ledger.next(view, shares)
+        chosen = self._ledger.next(view, behind)
         if chosen is not None:
             return chosen
         return None, self._ledger.other_width(view, shares) if self._overloaded else None

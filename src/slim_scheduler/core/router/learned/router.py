@@ -97,9 +97,9 @@ class LearnedRouter:
 
     def decide(self, view: View, rng: Generator) -> Decision:
         situations = self._situations
-        if situations is None:
+        key = None if situations is None else situations.key(view)
+        if situations is None or key is None:
             return self._look(view, rng)
-        key = situations.key(view)
         decision = situations.decided(key)
         if decision is None:
             decision = self._look(view, rng)

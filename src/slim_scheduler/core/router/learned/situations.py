@@ -14,6 +14,7 @@ from slim_scheduler.core.view import ServerReport, ServerView, View
 
 KEPT: Seconds = 5.0  # then everything is looked at again
 MOST_KEPT = 1024  # far more than come in that time on a quiet cluster
+LOOKING = 8.0  # what looking costs, in namings of a situation
 # Within a step figures count as the same: steps that left 8,000 decisions on the demo as they were.
 TIME_STEPS = 4.0  # per unit of log1p(time / batch time)
 SHARE_STEPS = 8.0  # of a device's utilisation, most power and memory
@@ -25,25 +26,31 @@ class Situations:
 
     Equal are: the head's kind, count and choices, the tasks that wait by segment, every server's
     credit, pending tasks, reported queues and instances; and the steps of the head's age and slack, and of what devices
-    report. It is of one run.
+    report. It is of one run. On a busy cluster hardly anything comes again: once too few did, none is kept until the
+    time is over.
     """
 
     def __init__(self, facts: RouterFacts, batch_time: Seconds) -> None:
         self._unit = 1.0 / batch_time
         self._facts = facts.servers
         self._since: Seconds = float("-inf")
+        self._again = 0  # decisions that were known
+        self._rests = False
         self._decided: dict[Hashable, Decision] = {}
         self._reported: dict[str, tuple[ServerReport | None, int]] = {}  # the last report and its class
         self._classes: dict[Hashable, int] = {}  # reports with the same steps
 
-    def key(self, view: View) -> Hashable:
-        """Names the situation; forgets all of them where it is time."""
+    def key(self, view: View) -> Hashable | None:
+        """Names the situation; forgets all of them where it is time. None while nothing is kept."""
         head = view.head
-        if view.now - self._since >= KEPT or max(len(self._decided), len(self._classes)) >= MOST_KEPT:
-            self._decided.clear()
-            self._reported.clear()
-            self._classes.clear()
-            self._since = view.now
+        if view.now - self._since >= KEPT:
+            self._forget()
+            self._since, self._rests = view.now, False
+        elif max(len(self._decided), len(self._classes)) >= MOST_KEPT:
+            self._rests = self._again < MOST_KEPT / LOOKING
+            self._forget()
+        if self._rests:
+            return None
         slack = head.slack
         return (
             head.segment,
@@ -62,10 +69,19 @@ class Situations:
         )
 
     def decided(self, key: Hashable) -> Decision | None:
-        return self._decided.get(key)
+        decision = self._decided.get(key)
+        if decision is not None:
+            self._again += 1
+        return decision
 
     def keep(self, key: Hashable, decision: Decision) -> None:
         self._decided[key] = decision
+
+    def _forget(self) -> None:
+        self._again = 0
+        self._decided.clear()
+        self._reported.clear()
+        self._classes.clear()
 
     def _report_class(self, server: ServerView) -> int:
         """Stands for what the server reported last: looked at once per report, and short to compare."""

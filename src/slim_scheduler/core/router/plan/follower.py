@@ -102,12 +102,11 @@ class PlanLedger:
         sent, total = self._so_far(view)
         return {target: share * total - sent.get(target, 0) for target, share in shares.items()}
 
-    def next(self, view: View, shares: Mapping[Target, float]) -> Target | None:
+    def next(self, view: View, behind: Mapping[Target, float]) -> Target | None:
         """Of the targets with credit, the one that is most behind; None where all that the plan names are full."""
-        sent, total = self._so_far(view)
         choices = view.choices
-        behind = [(share * total - sent.get(t, 0), t) for t, share in shares.items() if t[0] in choices]
-        return max(behind)[1] if behind else None
+        able = [(tasks, target) for target, tasks in behind.items() if target[0] in choices]
+        return max(able)[1] if able else None
 
     def other_width(self, view: View, shares: Mapping[Target, float]) -> Width:
         """For a head that goes where the plan does not send it: the narrowest, which works off the queue; where plans
@@ -233,7 +232,7 @@ class PlanFollower:
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)
-        target = self._ledger.next(view, shares)
+        target = self._ledger.next(view, self._ledger.behind(view, shares))
         server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
         count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
         self._ledger.sent(head, (server, width), count)
