@@ -2,7 +2,7 @@
 
 import torch
 
-from slim_scheduler.core.types import Block, Task
+from slim_scheduler.core.types import Block, ItemOutcome, Outcome, Task
 from slim_scheduler.engine.cluster.activation_store import ServerActivations
 from slim_scheduler.engine.cluster.item_store import ClusterItemStore
 from slim_scheduler.engine.cluster.wire import Forget
@@ -92,8 +92,8 @@ def test_answers_reach_their_items_and_late_ones_nobody():
     send(ledger, "a", task(1, 7), task(2, 8))
     ledger.forget([8])
     ledger.answered([2, 1], torch.tensor([[1.0], [2.0]]))
-    assert ledger.result(7, 0).tolist() == [2.0]
-    assert ledger.result(8, 0) is None
+    assert ledger.results([ItemOutcome(7, Outcome.ANSWERED, (1.0,), ("a",), 0.0, 0.0)]).tolist() == [[2.0]]
+    assert len(ledger) == 1
 
 
 # ---- a server

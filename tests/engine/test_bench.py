@@ -99,7 +99,7 @@ def test_ctrl_c_ends_the_run_and_what_was_recorded_is_complete(model_dir, tmp_pa
             pressed.append(done)
             _thread.interrupt_main()
 
-    run = bench(config, seed=2, path=tmp_path / "record.parquet", progress=press_once_under_way)
+    run = bench(config, seed=2, progress=press_once_under_way)
     assert run.info.interrupted
     assert pressed[0] <= run.info.ended_at < 30.0, "before its end"
     run.recorder.write(tmp_path / "record.parquet", run.info)

@@ -1,5 +1,6 @@
 """The record keeps what happened: rows by level, the same hash for the same values, and a replay from level full."""
 
+import threading
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import pytest
 from slim_scheduler.core import messages as m
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.core.types import Batch, Block, Decision, ItemOutcome, Outcome, Request, Task
+from slim_scheduler.record import recorder as recorders
 from slim_scheduler.record.levels import Level
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, record_hash, replay_steps
 
@@ -33,8 +35,8 @@ STEPS: list[tuple[str, float, m.Message, list[m.Message]]] = [
 ]
 
 
-def recorded(level: Level, path: Path | None = None) -> Recorder:
-    recorder = Recorder(level, judge=lambda item, widths: item == 1 and widths == (0.5,), path=path)
+def recorded(level: Level) -> Recorder:
+    recorder = Recorder(level, judge=lambda item, widths: item == 1 and widths == (0.5,))
     for step in STEPS:
         recorder.step(*step)
     return recorder
@@ -104,15 +106,54 @@ def test_what_is_known_of_the_run_travels_with_the_file(tmp_path: Path) -> None:
     assert (info.mode, info.router, info.seed, info.level) == ("simulated", "jsq:0.25", 3, "summary")
 
 
-def test_equal_records_hash_equal_however_they_are_chunked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [False, True])
+def test_equal_records_hash_equal_however_they_are_chunked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
     whole = recorded("blocks")
-    streamed = Recorder("blocks", lambda item, widths: item == 1, path=tmp_path / "record.parquet")
-    streamed._chunk_steps = streamed._chunk_end = 1
+    monkeypatch.setitem(recorders.CHUNK, "blocks", 1)
+    monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
+    monkeypatch.setattr(recorders, "HELD", 1)
+    chunked = Recorder("blocks", lambda item, widths: item == 1 and widths == (0.5,), live=live)
     for step in STEPS:
-        streamed.step(*step)
-    streamed.write(tmp_path / "record.parquet", INFO)
-    assert pq.ParquetFile(tmp_path / "record.parquet").num_row_groups == 4
-    assert record_hash(tmp_path) == record_hash(whole.record(INFO))
+        chunked.step(*step)
+    chunked.write(tmp_path / "record.parquet", INFO)
+    assert record_hash(tmp_path) == record_hash(chunked.record(INFO)) == record_hash(whole.record(INFO))
+
+
+def test_a_live_run_is_not_held_up_and_judged_when_its_answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
+    monkeypatch.setattr(recorders, "HELD", 1)
+    answers: dict[int, bool] = {}
+    threads = set()
+
+    def judge(item: int, widths: object) -> bool | None:
+        threads.add(threading.current_thread())
+        return answers.get(item)
+
+    live = Recorder("blocks", judge, live=True)
+    for step in STEPS:
+        live.step(*step)  # a chunk each
+    answers[1] = True  # the loop hands an answer over after the step that replied
+    live.step("dispatcher", 0.4, m.RequestArrived(Request(6, (3,), 0.4)), [])
+    rows = live.record(INFO).rows.to_pylist()
+    assert [row["right"] for row in rows if row["outcome"] == "answered"] == [True]
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_what_goes_wrong_beside_a_live_run_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
+    monkeypatch.setattr(recorders, "HELD", 1)
+
+    def judge(item: int, widths: object) -> bool | None:
+        raise LookupError("no such label")
+
+    live = Recorder("blocks", judge, live=True)
+    for step in (*STEPS, ("dispatcher", 0.4, m.RequestCancelled(6), [])):
+        live.step(*step)
+    with pytest.raises(LookupError, match="no such label"):
+        live.record(INFO)
 
 
 def test_one_changed_value_changes_the_hash() -> None:
@@ -122,9 +163,13 @@ def test_one_changed_value_changes_the_hash() -> None:
     assert record_hash(other.record(INFO)) != record_hash(recorded("blocks").record(INFO))
 
 
-def test_a_file_under_way_does_not_look_complete(tmp_path: Path) -> None:
+def test_a_file_under_way_does_not_look_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.parquet"
-    recorder = recorded("blocks", path)
+    recorder = recorded("blocks")
+    with monkeypatch.context() as patched:
+        patched.setattr(pq.ParquetWriter, "write_table", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            recorder.write(path, INFO)
     assert not path.exists()
     recorder.write(path, INFO)
     assert [file.name for file in tmp_path.iterdir()] == ["record.parquet"]

@@ -103,14 +103,6 @@ class Activations:
             if state is not None and state.task == task.task_id:
                 state.output, state.done = (output, row), task.segment
 
-    def result(self, item: ItemId, segment: int) -> Tensor | None:
-        """The item's output of a segment, without the batch dimension."""
-        state = self._items.get(item)
-        if state is None or state.output is None or state.done != segment:
-            return None
-        batch, row = state.output
-        return batch[row]
-
     def results(self, ended: Sequence[ItemOutcome]) -> npt.NDArray[np.float32]:
         """A copy of the answers of items that have one, (items, ...): the newest output, or that of the first pass
         where the second did not come to its end."""

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import gc
 import selectors
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ Progress = Callable[[float, float], None]  # seconds done, seconds in all
 
 DRAIN_FACTOR = 2.0  # a run that drains may take this many times its duration (docs/measures.md)
 LONGEST_STRETCH: Seconds = 0.002  # of arrivals that are late, one after the other
+SWITCH: Seconds = 0.0005  # that a thread may keep the interpreter from the generator; Python's 0.005 would make it late
 PROGRESS_EVERY: Seconds = 0.5
 
 
@@ -50,31 +51,33 @@ def bench(
     router_name: str | None = None,
     seed: int = 0,
     *,
-    path: Path | None = None,
     level: Level | None = None,
     progress: Progress | None = None,
 ) -> LiveRun:
-    """Runs the workload on this machine's devices. With a `path` the record goes there chunk by chunk.
+    """Runs the workload on this machine's devices.
 
     Ctrl-C ends the run early, and what was recorded is returned with `info.interrupted` set.
     """
-    run = _Bench(config, router_name or config.router.name, seed, path, level or config.record.level, progress)
+    run = _Bench(config, router_name or config.router.name, seed, level or config.record.level, progress)
     # select() waits to the microsecond; asyncio's epoll rounds up to a millisecond, which would count as latency.
     runner = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector()))
-    with _no_collections(), runner, contextlib.suppress(KeyboardInterrupt):
+    with _undisturbed(), runner, contextlib.suppress(KeyboardInterrupt):
         runner.run(run.run())
     return LiveRun(run.recorder, run.info(), run.arrivals)
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """No search for cycles while a run goes on: it stops generator and engine, for up to 0.6 s when it looks at all."""
-    was_enabled = gc.isenabled()
+def _undisturbed() -> Iterator[None]:
+    """While a run goes on, no search for cycles, which stops generator and engine for up to 0.6 s when it looks at all;
+    and no other thread keeps the interpreter from them for long."""
+    was_enabled, interval = gc.isenabled(), sys.getswitchinterval()
     gc.collect()
     gc.disable()
+    sys.setswitchinterval(min(interval, SWITCH))
     try:
         yield
     finally:
+        sys.setswitchinterval(interval)
         if was_enabled:
             gc.enable()
 
@@ -99,7 +102,6 @@ class _Bench:
         config: Config,
         router_name: str,
         seed: int,
-        path: Path | None,
         level: Level,
         progress: Progress | None,
     ) -> None:
@@ -110,7 +112,7 @@ class _Bench:
         self.router_name = router_name
         self.seed = seed
         self.arrivals = generate(config.workload, seed, len(images))
-        self.recorder = Recorder(level, self.judge, path)
+        self.recorder = Recorder(level, self.judge, live=True)
         self._items = Normalization(manifest.mean, manifest.std).apply(images.pixels)  # (samples, channels, ...)
         self._labels = images.labels
         self._answers: npt.NDArray[np.int64] = np.full(self.arrivals.items, -1)
@@ -122,14 +124,9 @@ class _Bench:
         self._complete = False
 
     def judge(self, item: ItemId, widths: WidthTuple) -> bool | None:
-        """Whether the item was answered right; None before its answer."""
+        """Whether the item was answered right; None where its request has no answer."""
         answer = int(self._answers[item])
-        if answer < 0:
-            logits = self._engine.logits(item)  # its reply is being recorded right now
-            if logits is None:
-                return None
-            answer = int(logits.argmax())
-        return answer == int(self._labels[self.arrivals.samples[item]])
+        return answer == int(self._labels[self.arrivals.samples[item]]) if answer >= 0 else None
 
     def info(self) -> RunInfo:
         return RunInfo(

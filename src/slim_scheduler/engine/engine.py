@@ -366,11 +366,6 @@ class SlimEngine:
         """The engine's clock: seconds since `start`."""
         return self._host.clock.now()
 
-    def logits(self, item: ItemId) -> npt.NDArray[np.float32] | None:
-        """The answer of an item that is about to be replied to, (classes,); None before and after."""
-        output = self.fleet.items.result(item, self.shape.segments - 1)
-        return None if output is None else output.numpy()
-
     @property
     def running(self) -> bool:
         return self._loop is not None and not self._stopping

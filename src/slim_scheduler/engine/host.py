@@ -66,9 +66,6 @@ class ItemStore(Protocol):
     def sent(self, tasks: Iterable[Task]) -> None:
         """The dispatcher sends these attempts."""
 
-    def result(self, item: ItemId, segment: int) -> Tensor | None:
-        """The item's output of a segment, without the batch dimension."""
-
     def results(self, ended: Sequence[ItemOutcome]) -> npt.NDArray[np.float32]:
         """The answers of items that have one, (items, ...)."""
 

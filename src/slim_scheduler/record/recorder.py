@@ -6,7 +6,9 @@ chunk is full or the run ends. Every table and figure derives from a `Record`. T
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +25,12 @@ if TYPE_CHECKING:
 
     from slim_scheduler.record.table import Judge, Row
 
-# Large enough that a live run of a minute is not held up by a conversion, small enough for some 100 MB.
-_STEPS_PER_CHUNK: dict[Level, int] = {"full": 1 << 15, "blocks": 1 << 17, "summary": 1 << 17}
+    Pending = dict[type, list[Row]]  # by the class of the message
+
+CHUNK: dict[Level, int] = {"full": 1 << 15, "blocks": 1 << 17, "summary": 1 << 17}  # steps: some 100 MB
+LIVE_CHUNK = 1 << 11  # steps: no column of so few, nor freeing them, holds the interpreter for long
+HELD = 64  # chunks of a live run that are kept as messages: runs of a minute are made columns of at their end
+MOST_WAITING = 4  # chunks that the thread of a live run may be behind
 _INFO_KEY = b"slim_scheduler.run"
 
 
@@ -71,25 +77,32 @@ class Record(msgspec.Struct, frozen=True):
 class Recorder:
     """Collects what both machines take and give. Not thread-safe: one host, one recorder.
 
-    `judge` says whether an answered item was right at a width tuple, None where nobody knows. With a `path` the rows
-    go to the file chunk by chunk, and memory stays bounded however long the run.
+    `judge` says whether an answered item was right at a width tuple, None where nobody knows. `live`: chunks
+    become columns late and in a thread of their own, because the 0.2 s and more that a large one takes would make a
+    live run's requests late. By then whoever asked has the answer that `judge` judges.
     """
 
-    def __init__(self, level: Level, judge: "Judge", path: Path | None = None) -> None:
-        events, commands = KINDS_OF_LEVEL[level]
+    def __init__(self, level: Level, judge: "Judge", *, live: bool = False) -> None:
         self.level = level
         self._judge = judge
-        self._pending: dict[type, list[Row]] = {kind: [] for kind in (*events, *commands)}
-        # The lists stay the same objects for good: step() holds on to their `append`.
-        self._take_event = {kind: self._pending[kind].append for kind in events}.get
-        self._take_command = {kind: self._pending[kind].append for kind in commands}.get
         self._step = 0
-        self._chunk_steps = _STEPS_PER_CHUNK[level]
+        self._chunk_steps = LIVE_CHUNK if live else CHUNK[level]
         self._chunk_end = self._chunk_steps
         self._requests: dict[RequestId, Request] = {}
         self._names: Any = None
-        self._file = _RecordFile(path) if path else None
         self._chunks: list[pa.Table] = []
+        self._thread = ThreadPoolExecutor(1, "slim-record") if live else None
+        self._waiting: deque[Future[None]] = deque()
+        self._held: deque[Pending] = deque()
+        self._begin_chunk()
+        if live:
+            self._columnise(self._pending)  # of nothing: what this imports is imported before the run
+
+    def _begin_chunk(self) -> None:
+        events, commands = KINDS_OF_LEVEL[self.level]
+        self._pending: Pending = {kind: [] for kind in (*events, *commands)}
+        self._take_event = {kind: self._pending[kind].append for kind in events}.get
+        self._take_command = {kind: self._pending[kind].append for kind in commands}.get
 
     def step(self, machine: str, now: Seconds, event: m.Message, commands: Sequence[m.Message]) -> None:
         """One `handle` call of `machine` ("dispatcher" or a server's name) and what came back."""
@@ -104,64 +117,61 @@ class Recorder:
             if take is not None:
                 take((now, machine, command, step, position))
         if step == self._chunk_end:
-            self._columnise()
+            self._end_chunk()
 
     def record(self, info: RunInfo) -> Record:
-        """All rows so far, in memory. Not for a recorder with a path: read the file."""
+        """All rows so far."""
+        return Record(self._rows(), self._info(info))
+
+    def write(self, path: Path, info: RunInfo) -> None:
+        """Writes the record, complete up to here. The file appears under its name only when it is complete."""
+        import pyarrow.parquet as pq
+
+        rows = self._rows()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with pq.ParquetWriter(partial, rows.schema, compression="zstd") as writer:
+            writer.write_table(rows)
+            writer.add_key_value_metadata({_INFO_KEY.decode(): msgspec.json.encode(self._info(info)).decode()})
+        os.replace(partial, path)
+
+    def _rows(self) -> "pa.Table":
         import pyarrow as pa
 
         from slim_scheduler.record.table import SCHEMA
 
-        self._columnise()
-        self._chunks = [pa.concat_tables(self._chunks) if self._chunks else SCHEMA.empty_table()]
-        return Record(self._chunks[0], self._info(info))
-
-    def write(self, path: Path, info: RunInfo) -> None:
-        """Writes the record, complete up to here; a recorder with a path has most of it there already."""
-        self._columnise()
-        file = self._file or _RecordFile(path)
-        for chunk in self._chunks:
-            file.append(chunk)
-        file.close(self._info(info), path)
+        while self._waiting:
+            self._waiting.popleft().result()
+        while self._held:
+            self._columnise(self._held.popleft())
+        self._columnise(self._pending)
+        self._begin_chunk()
+        self._chunks = [pa.concat_tables(self._chunks).combine_chunks() if self._chunks else SCHEMA.empty_table()]
+        return self._chunks[0]
 
     def _info(self, info: RunInfo) -> RunInfo:
         return msgspec.structs.replace(info, level=self.level)
 
-    def _columnise(self) -> None:
+    def _end_chunk(self) -> None:
+        self._chunk_end = self._step + self._chunk_steps
+        if self._thread is None:
+            self._columnise(self._pending)
+        else:
+            self._held.append(self._pending)
+            if len(self._held) > HELD:
+                self._waiting.append(self._thread.submit(self._columnise, self._held.popleft()))
+            while len(self._waiting) > MOST_WAITING:
+                self._waiting.popleft().result()
+        self._begin_chunk()
+
+    def _columnise(self, pending: "Pending") -> None:
         from slim_scheduler.record.table import TupleNames, table
 
-        self._chunk_end = self._step + self._chunk_steps
         if self._names is None:
             self._names = TupleNames()
-        rows = table(self._pending, self._requests, self._judge, self._names, self.level)
-        for pending in self._pending.values():
-            pending.clear()
-        if self._file is not None:
-            self._file.append(rows)
-        elif len(rows):
-            self._chunks.append(rows)
-
-
-class _RecordFile:
-    """A Parquet file that appears under its name only when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow.parquet as pq
-
-        from slim_scheduler.record.table import SCHEMA
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = path.with_name(path.name + ".partial")
-        self._writer = pq.ParquetWriter(self._partial, SCHEMA, compression="zstd")
-
-    def append(self, rows: "pa.Table") -> None:
+        rows = table(pending, self._requests, self._judge, self._names, self.level)
         if len(rows):
-            self._writer.write_table(rows)
-
-    def close(self, info: RunInfo, path: Path) -> None:
-        self._writer.add_key_value_metadata({_INFO_KEY.decode(): msgspec.json.encode(info).decode()})
-        self._writer.close()
-        os.replace(self._partial, path)
+            self._chunks.append(rows)
 
 
 def read_record(path: Path, payloads: bool = True) -> Record:

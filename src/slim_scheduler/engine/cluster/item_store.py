@@ -50,9 +50,6 @@ class ClusterItemStore:
         """Row i of `batch` is the input of the i-th item."""
         self._here.add(items, batch)
 
-    def result(self, item: ItemId, segment: int) -> Tensor | None:
-        return self._here.result(item, segment)
-
     def results(self, ended: Sequence[ItemOutcome]) -> npt.NDArray[np.float32]:
         return self._here.results(ended)
 
