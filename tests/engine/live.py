@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from slim_scheduler.core.messages import Message
+from slim_scheduler.core.profile import Latency, Profile
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.setup.config import Config, config_from
+from tests.sim.devices import small_profile
 
 TOLERANCE = 1e-4  # batched against single, guarantee 15
 
@@ -43,6 +45,17 @@ def config_of(servers: Sequence[dict[str, Any]] = ({},), **parts: Any) -> Config
         {"name": "abcdef"[i], "device": "cpu", "vram_budget_gib": 0.5, **server} for i, server in enumerate(servers)
     ]
     return config_from(tree)
+
+
+def made_up_profile() -> Profile:
+    """Of the tiny network: orders other than first come first served need one."""
+    rows = [
+        Latency(segment, previous, width, (0.001 * width, 0.008 * width))
+        for segment in range(SHAPE.segments)
+        for previous in (SHAPE.widths if segment else (None,))
+        for width in SHAPE.widths
+    ]
+    return small_profile(model=SHAPE.name, latency_rows=tuple(rows))
 
 
 def engine_of(config: Config, **options: Any) -> SlimEngine:

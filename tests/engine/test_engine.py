@@ -2,16 +2,19 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
-from slim_scheduler.core.errors import ConfigError, InputError, SlimError
+from slim_scheduler.core.errors import ConfigError, InputError, ProfileError, SlimError
 from slim_scheduler.core.messages import Reply, SendBlock, StartBatch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.assembly import live_config
+from slim_scheduler.engine.executor import MOST_LATE
+from slim_scheduler.record.recorder import Recorder, RunInfo
 from tests.stalls import Stalls
 
-from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images
+from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images, made_up_profile
 
 THREE_UNEQUAL = ({}, {"slowdown": 1.5}, {"slowdown": 3.0, "max_batch": 4})
 
@@ -222,6 +225,27 @@ def test_live_servers_on_one_device_move_activations_for_nothing():
 def test_profiles_are_no_live_devices():
     with pytest.raises(ConfigError, match="device rtx-2080-ti cannot run live"):
         engine_of(config_of([{"device": "rtx-2080-ti"}]))
+
+
+def test_who_is_to_keep_to_a_profile_needs_one():
+    config = config_of([{"slowdown": 20.0, "slowdown_of": "profile"}])
+    with pytest.raises(ProfileError, match=r'server a has slowdown_of = "profile", but not every server has a profile'):
+        engine_of(config)
+
+
+async def test_a_live_server_keeps_to_its_profile():
+    config = config_of([{"slowdown": 20.0, "slowdown_of": "profile"}], router={"name": "jsq:0.5"})
+    profile = made_up_profile()
+    rows = tuple(msgspec.structs.replace(row, seconds=(0.002,) * len(row.seconds)) for row in profile.latency_rows)
+    profile = msgspec.structs.replace(profile, latency_rows=rows)
+    recorder = Recorder("blocks", lambda item, widths: None)
+    async with engine_of(config, recorder=recorder, profiles={"a": profile}) as engine:
+        await asyncio.gather(*(engine.infer(images(2, seed)) for seed in range(20)))
+    record = recorder.record(RunInfo(mode="live", router="jsq:0.5", seed=0))
+    took = [row["finished_at"] - row["started"] for row in record.of("BatchReported").to_pylist()]
+    assert len(took) > 4
+    # Timers may be late by MOST_LATE, which the next batch makes up for: together they took their time.
+    assert sum(took) >= len(took) * 20.0 * 0.002 - MOST_LATE
 
 
 async def test_what_was_offered_to_an_engine_that_another_replaced_gets_numbers_of_its_own_there():

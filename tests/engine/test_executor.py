@@ -5,12 +5,14 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from slim_scheduler.core.messages import LoadInstance
+from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, Task
 from slim_scheduler.engine.devices.cpu import CpuDevice
-from slim_scheduler.engine.executor import BRIEF, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
+from slim_scheduler.engine.executor import BRIEF, MOST_LATE, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
 
 from .live import NETWORK, SHAPE, images
 
@@ -26,9 +28,15 @@ def batch_job(items: torch.Tensor, instance: int = 1) -> BatchJob:
 class Desk:
     """An executor whose jobs can be awaited."""
 
-    def __init__(self, concurrency: int = 1, slowdown: float = 1.0, on_loop: bool = False) -> None:
+    def __init__(
+        self,
+        concurrency: int = 1,
+        slowdown: float = 1.0,
+        on_loop: bool = False,
+        batch_time: BatchTime | None = None,
+    ) -> None:
         device = CpuDevice(NETWORK, SHAPE, 1, AMPLE)
-        self.executor = Executor("a", device, concurrency, slowdown, self._finished, on_loop)
+        self.executor = Executor("a", device, concurrency, slowdown, self._finished, on_loop, batch_time)
         self._waiting: dict[int, asyncio.Future[Job]] = {}
 
     async def __aenter__(self) -> "Desk":
@@ -127,6 +135,28 @@ async def test_a_slow_server_with_brief_batches_leaves_the_loop_to_others():
         last = desk.submit(await brief_job(desk))
         assert not last.done()
     assert last.done(), "a running job ends when the executor stops"
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+async def test_a_server_that_keeps_to_its_profile_takes_as_long_as_that_says(on_loop):
+    asked = []
+
+    def batch_time(*of: object) -> float:
+        asked.append(of)
+        return 0.5 if len(asked) > 1 else 1e-9
+
+    async with Desk(slowdown=50.0, on_loop=on_loop, batch_time=batch_time) as desk:
+        await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+        longer = await desk.submit(batch_job(torch.from_numpy(images(3))))
+        assert longer.seconds >= longer.busy > 1e-9, "work that is not done by then takes what it takes"
+        begin = time.perf_counter()
+        kept = await desk.submit(batch_job(torch.from_numpy(images(4))))
+        waited = time.perf_counter() - begin
+        assert max(0.5, kept.busy) <= kept.seconds < 50.0 * 0.5
+        assert waited > 0.5 - MOST_LATE - 0.001, "the first timer's lateness is made up for"
+        failed = await desk.submit(batch_job(torch.zeros(1, 5, 8, 8)))
+        assert isinstance(failed.error, RuntimeError)
+    assert asked == [(0, None, 1.0, 3), (0, None, 1.0, 4)]
 
 
 async def test_an_error_becomes_part_of_the_job_and_the_thread_goes_on():

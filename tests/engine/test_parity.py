@@ -7,27 +7,14 @@ import numpy as np
 import pytest
 
 from slim_scheduler.core.messages import BatchDone, InstanceUnloaded, Reply, RequestCancelled, RequestOffered, WakeAt
-from slim_scheduler.core.profile import Latency, Profile
 from slim_scheduler.core.server.scheduler import RETURN
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape
-from tests.sim.devices import small_profile
 
-from .live import SHAPE, Watch, config_of, engine_of, images
-
-
-def made_up_profile() -> Profile:
-    """Of the tiny network: orders other than first come first served need one."""
-    rows = [
-        Latency(segment, previous, width, (0.001 * width, 0.008 * width))
-        for segment in range(SHAPE.segments)
-        for previous in (SHAPE.widths if segment else (None,))
-        for width in SHAPE.widths
-    ]
-    return small_profile(model=SHAPE.name, latency_rows=tuple(rows))
+from .live import SHAPE, Watch, config_of, engine_of, images, made_up_profile
 
 
 @pytest.mark.parametrize(
@@ -52,7 +39,7 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
         telemetry={"period_s": 0.02},
         dispatch={"max_waiting_items": 150, "reentry": reentry, "queue": queue},
     )
-    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    recorder = Recorder("full", lambda item, widths: None)
     watch = Watch()
 
     class Both:
@@ -88,7 +75,7 @@ async def test_record_of_a_live_run_replays_to_the_same_commands(tmp_path, route
 async def test_a_router_that_plans_or_has_learned_decides_the_same_in_a_replay(tmp_path, router):
     windows = ('servers.0.batch_window_ms="auto"', "servers.1.batch_window_ms=5")
     config = load_config(Path("examples/demo/cluster.toml"), windows)
-    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    recorder = Recorder("full", lambda item, widths: None)
     digits = np.random.default_rng(1).standard_normal((300, 1, 8, 8), dtype=np.float32)
     async with SlimEngine.from_config(config, router=router, seed=7, recorder=recorder) as engine:
         for i in range(0, 300, 3):
@@ -117,7 +104,7 @@ def replayed(folder, machines):
 async def test_a_replay_sees_every_refusal_of_what_a_front_end_had_read(tmp_path):
     """Both queues and all that is refused from them: the machines decide it again from the record."""
     config = config_of(({"slowdown": 20.0},), router={"name": "jsq:0.5"}, dispatch={"max_waiting_items": 60})
-    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    recorder = Recorder("full", lambda item, widths: None)
     taken: list[int] = []
     async with engine_of(config, seed=7, recorder=recorder) as engine:
         engine.on_take(lambda command: taken.extend(command.requests))

@@ -100,11 +100,10 @@ def demo(
 
 
 def _measured(settings: "Config", path: Path) -> "Config":
-    """The configuration with a profile of this machine as it serves now, in whose multiples its load is."""
+    """The configuration with a profile of this machine, to which its servers keep; its load is in multiples of that."""
     from msgspec.structs import replace
 
     from slim_scheduler.engine.measure import measure
-    from slim_scheduler.engine.served import as_served
     from slim_scheduler.setup.profiles import write_profile
 
     with progress("measuring this machine") as show:
@@ -116,11 +115,8 @@ def _measured(settings: "Config", path: Path) -> "Config":
             rounds=PROFILE_ROUNDS,
             progress=lambda done, of: show(done / of),
         )
-    settings = replace(settings, servers=tuple(replace(server, profile=str(path)) for server in settings.servers))
     write_profile(profile, path)
-    with progress("measuring this machine while it serves") as show:
-        write_profile(as_served(settings, profile, show), path)
-    return settings
+    return replace(settings, servers=tuple(replace(server, profile=str(path)) for server in settings.servers))
 
 
 def _until_interrupted(runs: "Iterable[Finished]", allow_fallback: bool = False) -> tuple[list["Finished"], bool]:

@@ -7,6 +7,7 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError, DataError, ProfileError
 from slim_scheduler.core.profile import Profile
+from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
 from slim_scheduler.engine.devices.base import Device
@@ -17,8 +18,8 @@ from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
-from slim_scheduler.setup.config import Config, NetworkConfig
-from slim_scheduler.setup.machines import build_server, load_profiles
+from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig
+from slim_scheduler.setup.machines import batch_time, build_server, load_profiles
 
 GIB = 2**30
 
@@ -74,11 +75,26 @@ def live_server(
         memory_limit=int(server.vram_budget_gib * GIB),
         precision=server.precision,
     )
-    executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop and server.on_cpu)
+    on_loop = on_loop and server.on_cpu
+    executor = Executor(
+        name, device, server.concurrency, server.slowdown, finished, on_loop, _emulated(server, profile)
+    )
     power = profile.power if profile is not None and profile.power_source != "none" else None
     sharing = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
     probe = open_probe(server.device, power, len(sharing))
     return LiveServer(scheduler, executor, probe, server.credit, shape.segments, margins)
+
+
+def _emulated(server: ServerConfig, profile: Profile | None) -> BatchTime | None:
+    """How long the batches of a server take that keeps to its profile. Raises ProfileError."""
+    if server.slowdown_of == "work":
+        return None
+    if profile is None:
+        raise ProfileError(
+            f'server {server.name} has slowdown_of = "profile", but not every server has a profile; measure them with '
+            '`slim measure`, or let slowdown_of be "work"'
+        )
+    return batch_time(server, profile)
 
 
 def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:

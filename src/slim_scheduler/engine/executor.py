@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slim_scheduler.core.errors import DeviceLostError, OutOfMemoryError
 from slim_scheduler.core.messages import LoadInstance
+from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
 from slim_scheduler.engine.devices.base import Device, Rows
 from slim_scheduler.model.calibration import margins_of
@@ -118,7 +119,9 @@ Job = BatchJob | LoadJob | UnloadJob
 class Executor:
     """Runs one server's jobs. `finished(name, job)` is called on the event loop, once per job.
 
-    With `on_loop`, brief batches run on the loop, inside `submit`, and `finished` may be called before it returns.
+    With `on_loop`, brief batches run on the loop, inside `submit`, and `finished` may be called before it returns. A
+    batch takes `slowdown` times its work; or, where `batch_time` is given, as long as that says of it, if its work is
+    done by then.
     """
 
     def __init__(
@@ -129,11 +132,13 @@ class Executor:
         slowdown: float,
         finished: Callable[[ServerName, Job], None],
         on_loop: bool = False,
+        batch_time: BatchTime | None = None,
     ) -> None:
         self.name = name
         self.device = device
         self._concurrency = concurrency
         self._slowdown = slowdown
+        self._batch_time = batch_time
         self._finished = finished
         self._batches: SimpleQueue[Job | None] = SimpleQueue()
         self._moves: SimpleQueue[Job | None] = SimpleQueue()
@@ -195,8 +200,15 @@ class Executor:
             self._finished(self.name, job)
 
     def _slow(self, job: BatchJob) -> Seconds:
-        """For how long a server that is to be `slowdown` times as slow stays busy without using the CPU."""
-        rest = max(0.0, self._slowdown - 1.0) * slowed_work(job, self.device)
+        """For how long a server that is to be slower than its device stays busy without using the CPU."""
+        if self._batch_time is None:
+            rest = max(0.0, self._slowdown - 1.0) * slowed_work(job, self.device)
+        elif job.tasks and job.error is None:
+            batch = job.batch
+            whole = self._batch_time(batch.segment, batch.previous_width, batch.width, len(job.tasks))
+            rest = max(0.0, whole - job.seconds)
+        else:
+            rest = 0.0
         job.seconds += rest
         return rest
 

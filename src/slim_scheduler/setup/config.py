@@ -100,6 +100,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slowdown: Annotated[
         float, key("user", "takes so many times as long; live it waits without using the CPU, counted busy", above=0)
     ] = 1.0
+    slowdown_of: Annotated[
+        Literal["work", "profile"],
+        key("expert", "live, as long as what: its work takes now, or its profile says (the same on every day)"),
+    ] = "work"
     threads: Annotated[int, key("user", "CPU threads of a live server on a CPU", above=0)] = 1
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "auto"],

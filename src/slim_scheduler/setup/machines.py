@@ -217,11 +217,11 @@ def build_server(
     )
     if profile is not None:
         knobs = msgspec.structs.replace(knobs, best_utilization=profile.best_utilization)
-    batch_time = pace = None
+    seconds = pace = None
     if profile is not None:
-        batch_time = _batch_time(server, profile)
-        pace = Pace(batch_time, profile)
-    return ServerScheduler(name, knobs, served_shape(server, shape), incarnation, batch_time, pace)
+        seconds = batch_time(server, profile)
+        pace = Pace(seconds, profile)
+    return ServerScheduler(name, knobs, served_shape(server, shape), incarnation, seconds, pace)
 
 
 def served_shape(server: ServerConfig, shape: ModelShape) -> ModelShape:
@@ -270,7 +270,8 @@ def _dispatcher_is_near(config: Config) -> bool:
     return config.network.latency_ms == 0 and not config.cluster.address
 
 
-def _batch_time(server: ServerConfig, profile: Profile) -> BatchTime:
+def batch_time(server: ServerConfig, profile: Profile) -> BatchTime:
+    """Seconds of a server's batches by its profile: segment, previous width, width and size (1 to `max_batch`)."""
     table = LatencyTable(profile, server.max_batch)
 
     def seconds(segment: int, previous_width: Width | None, width: Width, size: int) -> Seconds:
