@@ -43,6 +43,14 @@ def test_a_budget_is_told_in_instances_and_one_that_holds_none_is_a_problem():
     assert found("servers.0.vram_budget_gib=0.0001", subject="server fast")[1].status == "problem"
 
 
+def test_a_server_that_is_to_keep_to_a_profile_that_it_has_not_is_a_problem():
+    missing = found("servers.0.profile=no-such.json", subject="server fast")[0]
+    assert missing.status == "note"
+    missing = found("servers.0.profile=no-such.json", 'servers.0.slowdown_of="profile"', subject="server fast")[0]
+    assert (missing.status, "no profile" in missing.found) == ("problem", True)
+    assert missing.advice == "slim measure --model models/digits --device cpu"
+
+
 def test_a_load_beyond_what_is_carried_and_a_time_that_nobody_can_keep_are_told():
     (load,) = found("workload.rate=1e6", subject="load")
     assert load.status == "note"

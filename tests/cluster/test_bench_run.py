@@ -33,7 +33,7 @@ async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path, ro
     """The second router lets about half of the items run again: from their pixels, wherever their first pass was."""
     servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8})
     config = config_of(servers, cluster={"address": "local"}, router={"name": router, "fallback": "jsq:0.5"})
-    recorder = Recorder("full", lambda item, widths: None, tmp_path / "record.parquet")
+    recorder = Recorder("full", lambda item, widths: None)
     engine = SlimEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder, fleet=ClusterFleet)
     await engine.start()
     items = images(200)

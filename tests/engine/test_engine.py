@@ -1,6 +1,7 @@
 """The engine as a program sees it: right answers, typed outcomes, nothing lost, bad input refused."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,8 +11,10 @@ from slim_scheduler.core.errors import ConfigError, InputError, ProfileError, Sl
 from slim_scheduler.core.messages import Reply, SendBlock, StartBatch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.assembly import live_config
+from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.engine.executor import MOST_LATE
 from slim_scheduler.record.recorder import Recorder, RunInfo
+from slim_scheduler.setup.config import load_config
 from tests.stalls import Stalls
 
 from .live import SHAPE, TOLERANCE, Watch, config_of, engine_of, expected, images, made_up_profile
@@ -229,8 +232,16 @@ def test_profiles_are_no_live_devices():
 
 def test_who_is_to_keep_to_a_profile_needs_one():
     config = config_of([{"slowdown": 20.0, "slowdown_of": "profile"}])
-    with pytest.raises(ProfileError, match=r'server a has slowdown_of = "profile", but not every server has a profile'):
+    with pytest.raises(ProfileError, match=r'server a has slowdown_of = "profile", and no profile was loaded for it'):
         engine_of(config)
+    profile = made_up_profile()
+    short = msgspec.structs.replace(profile, latency_rows=profile.latency_rows[1:])
+    with pytest.raises(ProfileError, match="no latency for segment 0"):
+        engine_of(config, profiles={"a": short})
+    settings = ('servers.0.slowdown_of="profile"', "servers.0.profile=no-such.json")
+    config = load_config(Path("examples/demo/cluster.toml"), settings)
+    with pytest.raises(ProfileError, match=r"server fast: no profile for no-such.json with digits"):
+        SlimEngine.from_config(config)
 
 
 async def test_a_live_server_keeps_to_its_profile():
@@ -246,6 +257,7 @@ async def test_a_live_server_keeps_to_its_profile():
     assert len(took) > 4
     # Timers may be late by MOST_LATE, which the next batch makes up for: together they took their time.
     assert sum(took) >= len(took) * 20.0 * 0.002 - MOST_LATE
+    assert min(took) < 2 * 20.0 * 0.002
 
 
 async def test_what_was_offered_to_an_engine_that_another_replaced_gets_numbers_of_its_own_there():

@@ -12,7 +12,7 @@ from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, Task
 from slim_scheduler.engine.devices.cpu import CpuDevice
-from slim_scheduler.engine.executor import BRIEF, MOST_LATE, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
+from slim_scheduler.engine.executor import BRIEF, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
 
 from .live import NETWORK, SHAPE, images
 
@@ -145,15 +145,16 @@ async def test_a_server_that_keeps_to_its_profile_takes_as_long_as_that_says(on_
         asked.append(of)
         return 0.5 if len(asked) > 1 else 1e-9
 
-    async with Desk(slowdown=50.0, on_loop=on_loop, batch_time=batch_time) as desk:
+    # A million times the work would be minutes.
+    async with asyncio.timeout(30), Desk(slowdown=1e6, on_loop=on_loop, batch_time=batch_time) as desk:
         await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
         longer = await desk.submit(batch_job(torch.from_numpy(images(3))))
-        assert longer.seconds >= longer.busy > 1e-9, "work that is not done by then takes what it takes"
+        assert 1e-9 < longer.busy <= longer.seconds, "work that is not done by then takes what it takes"
         begin = time.perf_counter()
         kept = await desk.submit(batch_job(torch.from_numpy(images(4))))
         waited = time.perf_counter() - begin
-        assert max(0.5, kept.busy) <= kept.seconds < 50.0 * 0.5
-        assert waited > 0.5 - MOST_LATE - 0.001, "the first timer's lateness is made up for"
+        assert max(0.5, kept.busy) <= kept.seconds < 10.0
+        assert waited > 0.5 - 0.001  # timers count in steps of the clock
         failed = await desk.submit(batch_job(torch.zeros(1, 5, 8, 8)))
         assert isinstance(failed.error, RuntimeError)
     assert asked == [(0, None, 1.0, 3), (0, None, 1.0, 4)]

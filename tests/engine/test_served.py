@@ -23,7 +23,7 @@ async def profile():
 def cluster(folder, profile):
     checkpoint.save(NETWORK, folder / "tiny")
     write_profile(profile, folder / "cpu.json")
-    server = {"device": "cpu", "max_batch": 4, "profile": str(folder / "cpu.json")}
+    server = {"device": "cpu", "max_batch": 4, "profile": str(folder / "cpu.json"), "slowdown_of": "profile"}
     return config_from(
         {
             "model": {"path": str(folder / "tiny")},

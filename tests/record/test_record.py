@@ -113,7 +113,6 @@ def test_equal_records_hash_equal_however_they_are_chunked(
     whole = recorded("blocks")
     monkeypatch.setitem(recorders.CHUNK, "blocks", 1)
     monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
-    monkeypatch.setattr(recorders, "HELD", 1)
     chunked = Recorder("blocks", lambda item, widths: item == 1 and widths == (0.5,), live=live)
     for step in STEPS:
         chunked.step(*step)
@@ -123,7 +122,7 @@ def test_equal_records_hash_equal_however_they_are_chunked(
 
 def test_a_live_run_is_not_held_up_and_judged_when_its_answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
-    monkeypatch.setattr(recorders, "HELD", 1)
+    monkeypatch.setitem(recorders.CHUNK, "blocks", 1)
     answers: dict[int, bool] = {}
     threads = set()
 
@@ -144,16 +143,18 @@ def test_a_live_run_is_not_held_up_and_judged_when_its_answers_are_there(monkeyp
 
 def test_what_goes_wrong_beside_a_live_run_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "LIVE_CHUNK", 1)
-    monkeypatch.setattr(recorders, "HELD", 1)
+    monkeypatch.setitem(recorders.CHUNK, "blocks", 1)
 
     def judge(item: int, widths: object) -> bool | None:
         raise LookupError("no such label")
 
     live = Recorder("blocks", judge, live=True)
-    for step in (*STEPS, ("dispatcher", 0.4, m.RequestCancelled(6), [])):
-        live.step(*step)
-    with pytest.raises(LookupError, match="no such label"):
-        live.record(INFO)
+    monkeypatch.setattr(recorders, "MOST_WAITING", 0)
+    for step in (*STEPS, *STEPS):
+        live.step(*step)  # the run goes on
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no such label"):
+            live.record(INFO)
 
 
 def test_one_changed_value_changes_the_hash() -> None:

@@ -57,7 +57,10 @@ def explain(config: Config) -> list[Finding]:
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
     subject = f"server {server.name}"
     path = find_profile(server, shape, Path(config.model.path))
-    if path is None:
+    if path is None and server.slowdown_of == "profile":
+        found = f'{server.device}: no profile, and slowdown_of = "profile" keeps to one'
+        yield Finding(subject, "problem", found, f"slim measure --model {config.model.path} --device {server.device}")
+    elif path is None:
         advice = f"slim measure --model {config.model.path} --device {server.device}, or a router without costs"
         yield Finding(subject, "note", f"{server.device}: no profile, so its speed is not known", advice)
     else:

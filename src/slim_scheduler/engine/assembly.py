@@ -66,6 +66,7 @@ def live_server(
     server = next(server for server in config.servers if server.name == name)
     profile = (profiles or {}).get(name)
     scheduler = build_server(config, name, shape, incarnation, profile)
+    emulated = _emulated(server, shape, profile)
     device = device or open_device(
         server.device,
         model,
@@ -76,32 +77,40 @@ def live_server(
         precision=server.precision,
     )
     on_loop = on_loop and server.on_cpu
-    executor = Executor(
-        name, device, server.concurrency, server.slowdown, finished, on_loop, _emulated(server, profile)
-    )
+    executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop, emulated)
     power = profile.power if profile is not None and profile.power_source != "none" else None
     sharing = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
     probe = open_probe(server.device, power, len(sharing))
     return LiveServer(scheduler, executor, probe, server.credit, shape.segments, margins)
 
 
-def _emulated(server: ServerConfig, profile: Profile | None) -> BatchTime | None:
+def _emulated(server: ServerConfig, shape: ModelShape, profile: Profile | None) -> BatchTime | None:
     """How long the batches of a server take that keeps to its profile. Raises ProfileError."""
     if server.slowdown_of == "work":
         return None
     if profile is None:
         raise ProfileError(
-            f'server {server.name} has slowdown_of = "profile", but not every server has a profile; measure them with '
-            '`slim measure`, or let slowdown_of be "work"'
+            f'server {server.name} has slowdown_of = "profile", and no profile was loaded for it; '
+            'measure one with `slim measure`, or let slowdown_of be "work"'
         )
-    return batch_time(server, profile)
+    seconds = batch_time(server, profile)
+    for segment in range(shape.segments):
+        for previous in shape.widths if segment else (None,):
+            for width in shape.widths:
+                seconds(segment, previous, width, 1)  # what a profile lacks is told now, not in the middle of a batch
+    return seconds
 
 
 def profiles_if_all(config: Config, shape: ModelShape) -> dict[ServerName, Profile] | None:
-    """Profiles where every server has one. Routers that need them say so themselves; the others do without."""
+    """Profiles where every server has one. Routers that need them say so themselves; the others do without.
+
+    Raises ProfileError where a server is to keep to its profile.
+    """
     try:
         return load_profiles(config, shape)
     except ProfileError:
+        if any(server.slowdown_of == "profile" for server in config.servers):
+            raise
         return None
 
 

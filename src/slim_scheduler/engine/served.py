@@ -73,7 +73,8 @@ def _flooded(config: Config, rate: float) -> Config:
     waiting = sum(WAITING * server.max_batch for server in config.servers)
     dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=waiting)
     record = msgspec.structs.replace(config.record, level="blocks")
-    return msgspec.structs.replace(config, workload=workload, dispatch=dispatch, record=record)
+    servers = tuple(msgspec.structs.replace(server, slowdown_of="work") for server in config.servers)
+    return msgspec.structs.replace(config, servers=servers, workload=workload, dispatch=dispatch, record=record)
 
 
 def _scaled(row: Latency, factor: float) -> Latency:

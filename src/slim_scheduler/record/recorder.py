@@ -1,14 +1,15 @@
 """The one event record of a run, simulated or live: collected from both machines, written as Parquet, read back.
 
 `Recorder.step` is called by the hosts around every `handle`, so it only appends; messages become columns when a
-chunk is full or the run ends. Every table and figure derives from a `Record`. The columns are `record/table.py`'s.
+chunk is full or the run ends, those of a live run later and in a thread. Every table and figure derives from a
+`Record`. The columns are `record/table.py`'s.
 """
 
 import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 CHUNK: dict[Level, int] = {"full": 1 << 15, "blocks": 1 << 17, "summary": 1 << 17}  # steps: some 100 MB
 LIVE_CHUNK = 1 << 11  # steps: no column of so few, nor freeing them, holds the interpreter for long
-HELD = 64  # chunks of a live run that are kept as messages: runs of a minute are made columns of at their end
 MOST_WAITING = 4  # chunks that the thread of a live run may be behind
 _INFO_KEY = b"slim_scheduler.run"
 
@@ -91,9 +91,11 @@ class Recorder:
         self._requests: dict[RequestId, Request] = {}
         self._names: Any = None
         self._chunks: list[pa.Table] = []
-        self._thread = ThreadPoolExecutor(1, "slim-record") if live else None
+        self._live = live
+        self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[None]] = deque()
-        self._held: deque[Pending] = deque()
+        self._error: Exception | None = None
+        self._held: deque[Pending] = deque()  # of a live run: what takes less than a minute becomes columns at its end
         self._begin_chunk()
         if live:
             self._columnise(self._pending)  # of nothing: what this imports is imported before the run
@@ -140,29 +142,44 @@ class Recorder:
 
         from slim_scheduler.record.table import SCHEMA
 
-        while self._waiting:
-            self._waiting.popleft().result()
+        if self._thread is not None:
+            self._thread.shutdown()  # when it has done what waits
+            self._thread = None
+        if self._error is not None:
+            raise self._error  # every time: rows are missing
         while self._held:
-            self._columnise(self._held.popleft())
+            self._columnise(self._held[0])
+            self._held.popleft()
         self._columnise(self._pending)
         self._begin_chunk()
-        self._chunks = [pa.concat_tables(self._chunks).combine_chunks() if self._chunks else SCHEMA.empty_table()]
+        self._chunks = [pa.concat_tables(self._chunks) if self._chunks else SCHEMA.empty_table()]
         return self._chunks[0]
 
     def _info(self, info: RunInfo) -> RunInfo:
         return msgspec.structs.replace(info, level=self.level)
 
     def _end_chunk(self) -> None:
+        ended = self._pending
         self._chunk_end = self._step + self._chunk_steps
-        if self._thread is None:
-            self._columnise(self._pending)
-        else:
-            self._held.append(self._pending)
-            if len(self._held) > HELD:
-                self._waiting.append(self._thread.submit(self._columnise, self._held.popleft()))
-            while len(self._waiting) > MOST_WAITING:
-                self._waiting.popleft().result()
         self._begin_chunk()
+        if not self._live:
+            self._columnise(ended)
+            return
+        self._held.append(ended)
+        if len(self._held) * LIVE_CHUNK > CHUNK[self.level]:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "slim-record")
+            self._waiting.append(self._thread.submit(self._columnise_beside, self._held.popleft()))
+        if len(self._waiting) > MOST_WAITING:
+            wait([self._waiting.popleft()])
+
+    def _columnise_beside(self, pending: "Pending") -> None:
+        """In the thread: the run goes on, and what went wrong is told at its end."""
+        try:
+            if self._error is None:
+                self._columnise(pending)
+        except Exception as error:
+            self._error = error
 
     def _columnise(self, pending: "Pending") -> None:
         from slim_scheduler.record.table import TupleNames, table

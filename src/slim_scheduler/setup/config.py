@@ -102,7 +102,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 1.0
     slowdown_of: Annotated[
         Literal["work", "profile"],
-        key("expert", "live, as long as what: its work takes now, or its profile says (the same on every day)"),
+        key("expert", "live, as long as what: its work now, or its profile's mean (of one batch at a time)"),
     ] = "work"
     threads: Annotated[int, key("user", "CPU threads of a live server on a CPU", above=0)] = 1
     precision: Annotated[
@@ -522,6 +522,11 @@ def _check_servers(config: Config) -> None:
             )
         if server.tile != "auto" and server.tile < 1:
             raise ConfigError(f'servers.{i}.tile is {server.tile}; it must be "auto", or 1 or more')
+        if server.slowdown_of == "profile" and server.concurrency > 1:
+            raise ConfigError(
+                f'servers.{i}.slowdown_of is "profile", which says what one batch at a time takes, and '
+                f"max_concurrent_batches is {server.concurrency}; let it be 1"
+            )
     for fault in config.faults:
         if fault.server not in names:
             raise ConfigError(f"faults: server {fault.server} is not configured; there are {', '.join(names)}")
