@@ -1,5 +1,6 @@
 """The results page: its tables are those of the stored runs, and an experiment goes on where it stopped."""
 
+import gzip
 import sys
 from pathlib import Path
 
@@ -73,3 +74,29 @@ def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(result
     config.write_text(whole.replace("rate = 200.0", "rate = 210.0"))
     assert "0 of 4" in results.table(experiment, results.read_store(stored, "small"), tmp_path)
     assert results.run(experiment, stored, out, 1, tmp_path) == 4
+
+
+def test_real_arrivals_are_sped_up_to_the_load_and_a_run_replays_each(results, tmp_path, monkeypatch):
+    (tmp_path / "hour.csv.gz").write_bytes(gzip.compress(b"arrival_s\n0\n900\n1000\n3600\n"))
+    config = tmp_path / "cluster.toml"
+    config.write_text(Path("examples/demo/cluster.toml").read_text().replace("../../", f"{Path.cwd()}/"))
+    experiment = results.Experiment(
+        name="real",
+        says="Real.",
+        config="cluster.toml",
+        routers=("jsq:0.5",),
+        seeds=(0, 1),
+        columns="items",
+        set=("workload.rate=20", "workload.items_per_request=3", "workload.duration_s=1", "workload.warmup_s=0"),
+        trace="hour.csv.gz",
+    )
+    stored, out = tmp_path / "stored", tmp_path / "out"
+    monkeypatch.delenv("SLIM_TRACES", raising=False)
+    with pytest.raises(ConfigError, match=r"SLIM_TRACES.*hour\.csv\.gz"):
+        results.run(experiment, stored, out, 1, tmp_path)
+    monkeypatch.setenv("SLIM_TRACES", str(tmp_path))
+    assert results.run(experiment, stored, out, 1, tmp_path) == 1
+    (made,) = results.read_store(stored, "real").runs
+    assert made.metrics["items_arrived"] == made.metrics["items_completed"] == 12  # four requests of three, in 0.6 s
+    times = (out / "real" / "arrivals.csv").read_text().split()[1:]
+    assert [float(time) for time in times] == pytest.approx([0, 0.15, 0.6 * 1000 / 3600, 0.6], abs=1e-6)

@@ -4,6 +4,7 @@
     python examples/reference/results.py ten        # one of them
     python examples/reference/results.py --look     # two seeds of 4 s each into runs/results-look; the page stays
     python examples/reference/results.py --tables   # the page from what is stored; nothing is run
+    SLIM_TRACES=FOLDER python examples/reference/results.py real-code    # FOLDER has the file of real arrivals
 
 A run is stored in results/NAME.json as soon as it has ended, with the commit that it was made at. It is made again
 only where the experiment's settings, its configuration file or its policy have changed. The page has a table of each
@@ -11,8 +12,10 @@ experiment between `<!-- results: NAME -->` and `<!-- /results -->`; a test hold
 """
 
 import argparse
+import gzip
 import hashlib
 import json
+import os
 import re
 import sys
 import tomllib
@@ -29,6 +32,7 @@ from slim_scheduler.run.compare import run_simulated, trials
 from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
 from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.workload import read_trace
 
 HERE = Path(__file__).parent
 CLONE = HERE.parents[1]
@@ -61,7 +65,11 @@ KEPT = (
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table: every router at every load, on the same seeds. Settings are as in `--set`."""
+    """One table: every router at every load, on the same seeds. Settings are as in `--set`.
+
+    `trace` is a file in the folder SLIM_TRACES: a gzipped CSV of arrival times, which are sped up until their mean is
+    the load's `workload.rate`. The seed then decides only which images arrive.
+    """
 
     name: str
     says: str
@@ -70,6 +78,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seeds: tuple[int, int]
     columns: Literal["items", "blocks"]
     set: tuple[str, ...] = ()
+    trace: str = ""
     loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})
 
     @property
@@ -124,8 +133,29 @@ def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE)
     configured = tomllib.loads((folder / experiment.config).read_text())
     policy = HERE / "policies" / router.removeprefix("ppo:") / "manifest.json"
     trained = policy.read_text() if router.startswith("ppo:") else ""  # with the weights' hash
-    parts = json.dumps([configured, experiment.settings(load), router, trained], sort_keys=True)
+    replayed = [experiment.trace] if experiment.trace else []
+    parts = json.dumps([configured, experiment.settings(load), router, trained, *replayed], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def sped_up(trace: str, rate: float, items_per_request: int, out: Path) -> Path:
+    """Writes the trace's arrival times, divided until they bring `rate` items/s on average.
+
+    Raises ConfigError without the file, TraceError for what is no trace.
+    """
+    source = Path(os.environ.get("SLIM_TRACES", "")) / trace
+    if "SLIM_TRACES" not in os.environ or not source.is_file():
+        raise ConfigError(f"{source} is not there; SLIM_TRACES names the folder that holds {trace}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "arrivals.csv"
+    try:
+        path.write_bytes(gzip.decompress(source.read_bytes()))
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{source} is not a gzip file: {error}") from None
+    times = read_trace(path)
+    factor = len(times) * items_per_request / rate / times[-1]
+    path.write_text("arrival_s\n" + "".join(f"{time * factor:.6f}\n" for time in times))
+    return path
 
 
 def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE) -> int:
@@ -136,7 +166,13 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
     for load in experiment.loads:
         marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
         names = {whole_name(router): router for router in experiment.routers}
-        config = load_config(folder / experiment.config, experiment.settings(load))
+        settings = experiment.settings(load)
+        config = load_config(folder / experiment.config, settings)
+        if experiment.trace:
+            planned = config.workload
+            path = sped_up(experiment.trace, planned.rate, planned.items_per_request, out / experiment.name / load)
+            settings = (*settings, "workload.kind=trace", f"workload.trace={path.resolve()}")
+            config = load_config(folder / experiment.config, settings)
         plan = [
             trial
             for trial in trials(list(names), experiment.each_seed, out / experiment.name / load)
@@ -172,7 +208,8 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
         for router in experiment.routers
     }
     there, wanted = sum(map(len, rows.values())), len(rows) * len(seeds)
-    command = f"`python examples/reference/results.py {experiment.name}`"
+    needs = "SLIM_TRACES=FOLDER " if experiment.trace else ""
+    command = f"`{needs}python examples/reference/results.py {experiment.name}`"
     if there < wanted:
         return f"{experiment.says}\n{there} of {wanted} runs are stored; the others: {command}.\n"
     commits = sorted({run.commit[:12] for runs in rows.values() for run in runs.values()})
@@ -256,10 +293,12 @@ def main() -> None:
             run(look, stored, stored, asked.workers)
             print(f"\n{look.name}, a look\n\n{table(look, read_store(stored, look.name))}", flush=True)
         return
-    if not asked.tables:
-        for experiment in chosen:
-            print(f"{experiment.name}: {run(experiment, STORED, asked.out, asked.workers)} runs made", flush=True)
-    PAGE.write_text(page(PAGE.read_text(), experiments))
+    if asked.tables:
+        PAGE.write_text(page(PAGE.read_text(), experiments))
+        return
+    for experiment in chosen:
+        print(f"{experiment.name}: {run(experiment, STORED, asked.out, asked.workers)} runs made", flush=True)
+        PAGE.write_text(page(PAGE.read_text(), experiments))
 
 
 if __name__ == "__main__":
