@@ -12,7 +12,6 @@ experiment between `<!-- results: NAME -->` and `<!-- /results -->`; a test hold
 """
 
 import argparse
-import gzip
 import hashlib
 import json
 import os
@@ -32,7 +31,6 @@ from slim_scheduler.run.compare import run_simulated, trials
 from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
 from slim_scheduler.setup.config import load_config
-from slim_scheduler.setup.workload import read_trace
 
 HERE = Path(__file__).parent
 CLONE = HERE.parents[1]
@@ -67,8 +65,8 @@ KEPT = (
 class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One table: every router at every load, on the same seeds. Settings are as in `--set`.
 
-    `trace` is a file in the folder SLIM_TRACES: a gzipped CSV of arrival times, which are sped up until their mean is
-    the load's `workload.rate`. The seed then decides only which images arrive.
+    `trace` is a file of arrival times in the folder SLIM_TRACES, sped up until its mean is the load's `workload.rate`.
+    The seed then decides only which images arrive.
     """
 
     name: str
@@ -138,24 +136,12 @@ def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
-def sped_up(trace: str, rate: float, items_per_request: int, out: Path) -> Path:
-    """Writes the trace's arrival times, divided until they bring `rate` items/s on average.
-
-    Raises ConfigError without the file, TraceError for what is no trace.
-    """
-    source = Path(os.environ.get("SLIM_TRACES", "")) / trace
-    if "SLIM_TRACES" not in os.environ or not source.is_file():
-        raise ConfigError(f"{source} is not there; SLIM_TRACES names the folder that holds {trace}")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "arrivals.csv"
-    try:
-        path.write_bytes(gzip.decompress(source.read_bytes()))
-    except (OSError, EOFError) as error:
-        raise ConfigError(f"{source} is not a gzip file: {error}") from None
-    times = read_trace(path)
-    factor = len(times) * items_per_request / rate / times[-1]
-    path.write_text("arrival_s\n" + "".join(f"{time * factor:.6f}\n" for time in times))
-    return path
+def trace_file(trace: str) -> Path:
+    """Where the file is. Raises ConfigError."""
+    path = Path(os.environ.get("SLIM_TRACES", "")) / trace
+    if "SLIM_TRACES" not in os.environ or not path.is_file():
+        raise ConfigError(f"{path} is not there; SLIM_TRACES names the folder that holds {trace}")
+    return path.resolve()
 
 
 def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE) -> int:
@@ -167,12 +153,10 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
         marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
         names = {whole_name(router): router for router in experiment.routers}
         settings = experiment.settings(load)
-        config = load_config(folder / experiment.config, settings)
         if experiment.trace:
-            planned = config.workload
-            path = sped_up(experiment.trace, planned.rate, planned.items_per_request, out / experiment.name / load)
-            settings = (*settings, "workload.kind=trace", f"workload.trace={path.resolve()}")
-            config = load_config(folder / experiment.config, settings)
+            replayed = f"workload.trace={trace_file(experiment.trace)}"
+            settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
+        config = load_config(folder / experiment.config, settings)
         plan = [
             trial
             for trial in trials(list(names), experiment.each_seed, out / experiment.name / load)

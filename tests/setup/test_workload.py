@@ -1,3 +1,5 @@
+import gzip
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,6 +104,35 @@ def test_trace_is_taken_as_it_is_up_to_the_duration(tmp_path) -> None:
         assert arrivals.items == 8
 
 
+def test_a_gzipped_trace_at_the_rate_keeps_its_shape_and_brings_the_rate(tmp_path) -> None:
+    path = tmp_path / "hour.csv.gz"
+    path.write_bytes(gzip.compress(b"arrival_s\n0\n900\n1000\n3600\n"))
+    workload = WorkloadConfig(
+        kind="trace", trace=str(path), trace_at_rate=True, rate=20.0, items_per_request=3, duration_s=5.0
+    )
+    arrivals = generate(workload, 0, 3)
+    assert arrivals.items == 12
+    assert arrivals.times == pytest.approx([0, 0.15, 0.6 * 1000 / 3600, 0.6])  # 12 items in 0.6 s are 20 a second
+
+
+def test_a_trace_of_one_moment_has_no_rate(tmp_path) -> None:
+    path = tmp_path / "moment.csv"
+    path.write_text("arrival_s\n0\n0\n")
+    assert generate(WorkloadConfig(kind="trace", trace=str(path)), 0, 3).items == 2
+    with pytest.raises(TraceError, match="all its arrivals at 0"):
+        generate(WorkloadConfig(kind="trace", trace=str(path), trace_at_rate=True), 0, 3)
+
+
+def test_a_trace_is_not_read_beyond_what_memory_may_take(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("slim_scheduler.setup.workload.MOST_ARRIVALS", 3)
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s\n0\n1\n2\n")
+    assert len(read_trace(path)) == 3
+    path.write_text("arrival_s\n0\n1\n2\n3\n")
+    with pytest.raises(TraceError, match="more than 3 rows"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -132,7 +163,10 @@ def test_unreadable_traces_are_trace_errors(tmp_path) -> None:
     pq.write_table(pa.table({"time": [1.0]}), tmp_path / "column.parquet")
     pq.write_table(pa.table({"arrival_s": [1.0, None]}), tmp_path / "null.parquet")
     pq.write_table(pa.table({"arrival_s": [3.0, 2.0]}), tmp_path / "unsorted.parquet")
-    for name in ("binary.csv", "cut.parquet", "column.parquet", "null.parquet", "unsorted.parquet", "absent.csv", ""):
+    (tmp_path / "plain.csv.gz").write_text("arrival_s\n0\n")
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(b"arrival_s\n" + b"0.5\n" * 1000)[:-12])
+    names = ("binary.csv", "cut.parquet", "column.parquet", "null.parquet", "unsorted.parquet", "absent.csv", "")
+    for name in (*names, "plain.csv.gz", "cut.csv.gz"):
         with pytest.raises(TraceError) as caught:
             read_trace(tmp_path / name)
         assert "\n" not in str(caught.value)

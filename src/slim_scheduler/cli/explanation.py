@@ -121,7 +121,7 @@ def _capacity(facts: RouterFacts) -> Iterator[Finding]:
 def _load(config: Config, facts: RouterFacts) -> Iterator[Finding]:
     workload = in_items_per_second(config).workload
     narrow, wide = (_carried(facts, width) for width in (facts.shape.widths[0], facts.shape.widths[-1]))
-    if workload.kind == "trace":
+    if workload.kind == "trace" and not workload.trace_at_rate:
         yield Finding("load", "ok", f"as {workload.trace} says, for {workload.duration_s:g} s")
     else:
         factors = [factor for _, factor in workload.steps] if workload.kind == "steps" else [1.0]

@@ -19,6 +19,7 @@ from slim_scheduler.report.measures import NOTHING, REWARDED, Estimate, Measure,
 from slim_scheduler.report.notes import count, is_metered, notes
 from slim_scheduler.report.run_folder import CONFIG, RunFolder, by_router, shown
 from slim_scheduler.report.theme import css_variables, inline_svg
+from slim_scheduler.setup.config import WorkloadConfig
 
 Groups = Mapping[str, Sequence[RunFolder]]
 
@@ -52,12 +53,22 @@ def _head(groups: Groups, title: str) -> Iterator[str]:
     )
     yield f"<h1>{escape(title)}</h1>"
     yield (
-        f'<p class="soft">{count(len(groups), "router")}, {count(len(runs), "run")} · {workload.kind} arrivals, '
-        f"{workload.rate:g} items/s for {workload.duration_s:g} s, the first {workload.warmup:g} s not measured · "
+        f'<p class="soft">{count(len(groups), "router")}, {count(len(runs), "run")} · {_arrivals(workload)} '
+        f"for {workload.duration_s:g} s, the first {workload.warmup:g} s not measured · "
         f"data {escape(workload.data)} · servers {escape(servers)}</p>"
     )
     yield "".join(f'<span class="origin">{escape(origin)}</span>' for origin in dict.fromkeys(r.origin for r in runs))
     yield from (f'<p class="note">{escape(note)}</p>' for note in notes([run.summary for run in runs]))
+
+
+def _arrivals(workload: WorkloadConfig) -> str:
+    if workload.kind == "trace":
+        file = escape(Path(workload.trace or "").name)
+        return f"arrivals of {file}, " + (f"{workload.rate:g} items/s" if workload.trace_at_rate else "as recorded,")
+    if workload.kind == "steps":
+        factors = [factor for _, factor in workload.steps]
+        return f"arrivals in steps, {workload.rate * min(factors):g} to {workload.rate * max(factors):g} items/s"
+    return f"{workload.kind} arrivals, {workload.rate:g} items/s"
 
 
 def _first(groups: Groups) -> Iterator[str]:

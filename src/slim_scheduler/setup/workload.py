@@ -5,10 +5,13 @@ configuration and the seed alone. Nothing here sends a request.
 """
 
 import csv
+import gzip
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.random import Generator
@@ -20,6 +23,7 @@ from slim_scheduler.setup.config import WorkloadConfig
 from slim_scheduler.setup.machines import run_rng
 
 DAY_SWING = 0.5  # of a diurnal load, as a share of its mean
+MOST_ARRIVALS = 20_000_000  # of a trace: 0.6 GB while it is read
 
 Times = NDArray[np.float64]  # (requests,) or (points,), ascending, seconds from the start of the run
 
@@ -122,7 +126,14 @@ def _unit_points(until: float, rng: Generator) -> Times:
 
 
 def _trace(workload: WorkloadConfig, rng: Generator) -> Times:
-    return read_trace(Path(workload.trace or ""))
+    path = Path(workload.trace or "")
+    times = read_trace(path)
+    if not workload.trace_at_rate:
+        return times
+    if not times[-1]:
+        raise TraceError(f"trace {path} has all its arrivals at 0; no speed makes them workload.rate")
+    at_rate: Times = times * (len(times) * workload.items_per_request / workload.rate / times[-1])
+    return at_rate
 
 
 _KINDS: dict[str, Callable[[WorkloadConfig, Generator], Times]] = {
@@ -135,14 +146,16 @@ _KINDS: dict[str, Callable[[WorkloadConfig, Generator], Times]] = {
 
 
 def read_trace(path: Path) -> Times:
-    """The column `arrival_s` of a CSV or Parquet file, one row per request, ascending from 0 on.
+    """The column `arrival_s` of a CSV, gzipped CSV (.gz) or Parquet file, one row per request, ascending from 0 on.
 
     Raises TraceError naming the file, the row and what is wrong with it.
     """
     if not path.is_file():
         raise TraceError(f"trace {path} does not exist or is not a file; give a CSV or Parquet file")
     rows = _parquet_rows(path) if path.suffix in (".parquet", ".pq") else _csv_rows(path)
-    times = list(_checked(path, rows))
+    times = list(islice(_checked(path, rows), MOST_ARRIVALS + 1))
+    if len(times) > MOST_ARRIVALS:
+        raise TraceError(f"trace {path} has more than {MOST_ARRIVALS:,} rows; cut it")
     if not times:
         raise TraceError(f"trace {path} has no rows; it needs at least one arrival_s")
     return np.array(times)
@@ -150,13 +163,19 @@ def read_trace(path: Path) -> Times:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, object]]:
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with _text(path) as file:
             table = csv.DictReader(file)
             _require_column(path, table.fieldnames or [])
             for row in table:
                 yield f"line {table.line_num}", row["arrival_s"]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"trace {path} is not readable as CSV: {error}") from None
+
+
+def _text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
+    return path.open(newline="", encoding="utf-8-sig")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
