@@ -68,6 +68,14 @@ def test_a_link_that_carries_the_inputs_bounds_the_load():
     assert PlanProgram(facts, Table()).max_load() == pytest.approx(10.0)
 
 
+def test_links_may_be_left_more_room_than_devices():
+    facts = cluster(server("a", bytes_per_s=10 * DOWN))
+    whole, room = PlanProgram(facts, Table()), PlanProgram(facts, Table(), links=0.8)
+    assert room.max_load() == pytest.approx(0.8 * whole.max_load())
+    wired = cluster(server("a"))
+    assert PlanProgram(wired, Table(), links=0.8).max_load() == pytest.approx(PlanProgram(wired, Table()).max_load())
+
+
 def test_two_links_carry_twice_as_much_but_one_shared_medium_does_not():
     two = (server("a", bytes_per_s=10 * DOWN), server("b", bytes_per_s=10 * DOWN))
     assert PlanProgram(cluster(*two), Table()).max_load() == pytest.approx(20.0)

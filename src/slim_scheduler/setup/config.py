@@ -220,9 +220,9 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "one period over `duration_s`, by half of the rate; `trace`: a file's arrivals",
         ),
     ] = "poisson"
-    rate: Annotated[float, key("user", "in `rate_unit`, the mean of every kind but `steps` and a trace as recorded", above=0)] = (
-        200.0
-    )
+    rate: Annotated[
+        float, key("user", "in `rate_unit`, the mean of every kind but `steps` and a trace as recorded", above=0)
+    ] = 200.0
     rate_unit: Annotated[
         Literal["items/s", "narrowest"],
         key("user", "`narrowest`: multiples of what all servers carry at the narrowest width, by their profiles"),
@@ -238,7 +238,9 @@ class WorkloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["drain", "cut"], key("user", "`drain`: what has come is finished; `cut`: the run stops, as the paper's")
     ] = "drain"
     items_per_request: Annotated[int, key("user", "items of one request", above=0)] = 1
-    trace: Annotated[str | None, key("user", "file of arrival times, for `trace`: CSV, also gzipped, or Parquet")] = None
+    trace: Annotated[str | None, key("user", "file of arrival times, for `trace`: CSV, also gzipped, or Parquet")] = (
+        None
+    )
     trace_at_rate: Annotated[
         bool, key("user", "`trace`: sped up or slowed down until its mean is `rate`; false: as recorded")
     ] = False

@@ -32,12 +32,14 @@ from slim_scheduler.core.router.heuristics import (
 from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
 from slim_scheduler.core.router.plan.follower import (
+    FOLLOWED_LINKS,
     FOLLOWED_PASSES,
+    FOLLOWED_RHO_PASSES,
     FOLLOWED_STEPS,
     FOLLOWED_TWICE,
     PlanFollower,
 )
-from slim_scheduler.core.router.plan.plans import RHO, Plans, check_rho
+from slim_scheduler.core.router.plan.plans import Plans, check_rho
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.shape import ModelShape
@@ -163,10 +165,12 @@ def _second_pass(text: str) -> WidthArgument | None:
     return _widths(f"random{text}")
 
 
-def _rho(text: str) -> float:
-    """How busy plans let each device be."""
+def _rho(text: str) -> float | None:
+    """How busy plans let each device and link be, where that is said."""
+    if not text:
+        return None
     try:
-        rho = float(text) if text else RHO
+        rho = float(text)
     except ValueError:
         raise ConfigError(f"router lp: {text!r} is no share of a device's time; such as lp:0.95") from None
     check_rho(rho)
@@ -194,8 +198,11 @@ def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:
 def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy, uniform(accuracy)) if inputs.escalates else ()
-    plans = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS)
-    return PlanFollower(plans, name.text, FOLLOWED_TWICE if further else FOLLOWED_PASSES)
+    if name.argument is None:
+        plans, passes = Plans(facts, accuracy, 1.0, further, FOLLOWED_STEPS, FOLLOWED_LINKS), FOLLOWED_PASSES
+    else:
+        plans, passes = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS), FOLLOWED_RHO_PASSES
+    return PlanFollower(plans, name.text, FOLLOWED_TWICE if further else passes)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

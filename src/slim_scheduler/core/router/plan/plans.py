@@ -40,8 +40,8 @@ def check_rho(rho: float) -> None:
 
 class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
-    the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. Raises InputError for
-    a `rho` that is not in (0, 2]."""
+    the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. `links`: how busy
+    each link may be, where that is not the same. Raises InputError for a `rho` that is not in (0, 2]."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Plans:
         rho: float = RHO,
         pairs: Sequence[Choice] = (),
         steps: int = LOAD_STEPS,
+        links: float | None = None,
     ) -> None:
         check_rho(rho)
         self.facts = facts
@@ -59,6 +60,7 @@ class Plans:
         self._accuracy = accuracy
         self.pairs = pairs
         self._rho = min(1.0, rho)
+        self._links = links
         self._fleets: dict[Fleet, tuple[RouterFacts, PlanProgram, float]] = {}
         self.whole: Fleet = tuple((name, 1.0) for name in facts.servers)
         self._shares: dict[PlanKey, Shares] = {}
@@ -122,7 +124,7 @@ class Plans:
             facts = RouterFacts(
                 self.facts.shape, self.facts.groups, servers, self.facts.move_activations, self.facts.shared_link
             )
-            program = PlanProgram(facts, self._accuracy, self._rho, self.pairs)
+            program = PlanProgram(facts, self._accuracy, self._rho, self.pairs, links=self._links)
             self._fleets[fleet] = (facts, program, program.max_load())
         return self._fleets[fleet]
 

@@ -84,8 +84,9 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 class PlanProgram:
-    """The program for one cluster; `rho` is how busy each device and link may be. `pairs` are further choices beside
-    all width tuples; no batch takes longer than `longest`. Raises InputError."""
+    """The program for one cluster; `rho` is how busy each device and link may be, `links` each link, where that is not
+    the same. `pairs` are further choices beside all width tuples; no batch takes longer than `longest`. Raises
+    InputError."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class PlanProgram:
         rho: float = 1.0,
         pairs: Sequence[Choice] = (),
         longest: Seconds = math.inf,
+        links: float | None = None,
     ) -> None:
         shape = facts.shape
         if not 0 < rho <= 1:
@@ -105,6 +107,7 @@ class PlanProgram:
             )
         self._facts = facts
         self._rho = rho
+        self._links = rho if links is None else links
         tuples = product(shape.widths, repeat=shape.segments)
         self._choices = [*(Choice(widths, accuracy.top1(widths)) for widths in tuples), *pairs]
         self._accuracy = np.array([choice.accuracy for choice in self._choices])
@@ -240,14 +243,14 @@ class PlanProgram:
                     self._limits.add([(column, 1.0)] + [(j, -1.0) for j in ends], 0.0)
                 up += [(j, size) for j in left] + [(column, -size)]
                 moved_in += [(j, size) for j in came] + [(column, -size)]
-            limit = self._rho * facts.servers[name].bytes_per_s
+            limit = self._links * facts.servers[name].bytes_per_s
             if facts.shared_link:  # a move crosses the one medium once: counted where it leaves
                 shared += down + up
             else:
                 self._rows["into", name] = self._limits.add(down + moved_in, limit)
                 self._rows["out of", name] = self._limits.add(up, limit)
         if shared:
-            row = self._limits.add(shared, self._rho * min(s.bytes_per_s for s in facts.servers.values()))
+            row = self._limits.add(shared, self._links * min(s.bytes_per_s for s in facts.servers.values()))
             self._rows |= {("into", name): row for name in self._names}
 
     # ---- solving
