@@ -59,6 +59,14 @@ def test_a_load_beyond_what_is_carried_and_a_time_that_nobody_can_keep_are_told(
     assert (time.status, time.advice) == ("problem", "no item can be in time: raise workload.deadline_ms")
 
 
+def test_a_trace_is_a_load_where_it_is_replayed_at_a_rate():
+    trace = ("workload.kind=trace", "workload.trace=hour.csv.gz", "workload.rate=1e6")
+    (recorded,) = found(*trace, subject="load")
+    assert (recorded.status, "as hour.csv.gz says" in recorded.found) == ("ok", True)
+    (at_rate,) = found(*trace, "workload.trace_at_rate=true", subject="load")
+    assert "expect queues" in at_rate.advice
+
+
 def test_what_the_defaults_come_to_is_told():
     (router,) = found("router.name=auto", subject="router")
     assert router.found == "auto, here lp; where it fails cost-model:0.5 decides"

@@ -35,7 +35,7 @@ def plan(
     items: Annotated[int, typer.Option("--items", min=1, help="Images per request.")] = 1,
     rho: Annotated[
         float | None,
-        typer.Option("--rho", help="How busy each device may be, to 1; what router lp allows if left out."),
+        typer.Option("--rho", help="How busy each device may be, to 1; 0.89 if left out."),
     ] = None,
     precision: Annotated[str, typer.Option(help="Without --config: fp32, bf16, fp16 or auto.")] = "fp32",
     overrides: Overrides = None,
