@@ -5,7 +5,7 @@ from math import expm1
 import msgspec
 import pytest
 
-from slim_scheduler.core.router.costs import ServerCost, moved_bytes, transfer_time
+from slim_scheduler.core.router.costs import ServerCost, moved_bytes
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
 from slim_scheduler.core.view import InstanceCount
 from tests.core.facts import WIDTHS, cluster, seen, server, view
@@ -40,7 +40,7 @@ FIRST = head(0, None, None)
 def test_inputs_move_always_and_activations_when_they_leave_home(what, to, moves, size):
     known = facts(move_activations=moves)
     assert moved_bytes(known, what, to) == size
-    assert transfer_time(known, what, known.servers[to], 8) == pytest.approx(0.002 + 8 * size / BYTES_PER_S)
+    assert ServerCost(known.servers[to], known).transfer(what, 8) == pytest.approx(0.002 + 8 * size / BYTES_PER_S)
 
 
 def test_a_block_is_back_after_the_queue_its_link_its_run_and_a_load():

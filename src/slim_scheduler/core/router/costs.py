@@ -23,11 +23,6 @@ def moved_bytes(facts: RouterFacts, head: Head, server: ServerName) -> Bytes:
     return 0
 
 
-def transfer_time(facts: RouterFacts, head: Head, server: ServerFacts, count: int) -> Seconds:
-    """Link time of a block of so many of the head's tasks and of its results, on a link that is free."""
-    return 2 * server.link_latency + count * moved_bytes(facts, head, server.name) / server.bytes_per_s
-
-
 def seconds_per_item(
     server: ServerFacts, segment: int, previous_width: Width | None, width: Width, longest: Seconds = math.inf
 ) -> float:
@@ -139,6 +134,7 @@ class ServerCost:
             self._load.append(
                 [server.profile.load_time(shape.instance_bytes(segment, width, batch)) for width in shape.widths]
             )
+        self._moved: dict[tuple[int, Width | None, ServerName | None], Bytes] = {}
         self._report: ServerReport | None = None
         self._loads: list[list[Seconds] | None] = [None] * shape.segments
 
@@ -163,8 +159,12 @@ class ServerCost:
         return server.pace * sum([count * self._share[kind] for kind, count in pending.items()]) if pending else 0.0
 
     def transfer(self, head: Head, count: int) -> Seconds:
-        """Link time of a block."""
-        return transfer_time(self._facts, head, self.server, count)
+        """Link time of a block of so many of the head's tasks and of its results, on a link that is free."""
+        key = (head.segment, head.previous_width, head.home)
+        moved = self._moved.get(key)
+        if moved is None:
+            moved = self._moved[key] = moved_bytes(self._facts, head, self.server.name)
+        return 2 * self.server.link_latency + count * moved / self.server.bytes_per_s
 
     def runs(self, segment: int, previous: Width | None) -> list[tuple[Seconds, ...]]:
         """Device time of a block by the profile: [count][width]."""

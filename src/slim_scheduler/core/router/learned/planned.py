@@ -28,10 +28,16 @@ class PlannedEncoder:
         facts = plans.facts
         self._seen = ExtendedEncoder(facts, batch_time)
         self._ledger = ledger or PlanLedger(plans)
-        self._widths = facts.shape.widths
+        self._widths = widths = facts.shape.widths
         self._overloaded = plans.overloaded
-        self._units = {name: 1.0 / server.max_batch for name, server in facts.servers.items()}
         self.names = self._seen.names
+        self._not_planned = [0.0] * len(widths) + [NOT_PLANNED] * len(widths)
+        first = self._seen.layout.server.size
+        self._columns = {  # of a target: its server's row, its share's column, and the unit of its tasks
+            (name, width): (row, first + i, 1.0 / facts.servers[name].max_batch)
+            for row, name in enumerate(self.names)
+            for i, width in enumerate(widths)
+        }
         self.layout = layout_of("planned", facts.shape, len(self.names))
 
     def encode(self, view: View) -> Observation:
@@ -45,11 +51,15 @@ class PlannedEncoder:
         next_server, next_width = self._next(view, shares, behind)
         figures.shared.append(self._ledger.load)  # as `layout.py` names them
         figures.shared.extend([1.0 if width == next_width else 0.0 for width in widths])
-        for name, row in zip(self.names, figures.servers, strict=True):
-            unit = self._units[name]
-            row += [shares.get((name, width), 0.0) for width in widths]
-            late = [behind.get((name, width)) for width in widths]
-            row += [NOT_PLANNED if t is None else max(-MOST_BEHIND, min(MOST_BEHIND, t * unit)) for t in late]
+        rows = figures.servers
+        for row in rows:
+            row += self._not_planned
+        for target, share in shares.items():
+            at, column, unit = self._columns[target]
+            row = rows[at]
+            row[column] = share
+            row[column + len(widths)] = max(-MOST_BEHIND, min(MOST_BEHIND, behind[target] * unit))
+        for name, row in zip(self.names, rows, strict=True):
             row.append(1.0 if name == next_server else 0.0)
         return figures
 

@@ -143,8 +143,8 @@ class PlanLedger:
 
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one after a while, or when a server came, went or changed its pace."""
-        servers = [(name, view.servers.get(name)) for name in self._facts.servers]
-        paces = {name: server.pace for name, server in servers if server is not None and server.up}
+        servers = view.servers
+        paces = {name: servers[name].pace for name in self._facts.servers if name in servers and servers[name].up}
         if self._current is None or paces != self._paces or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
             self._measure(view)
