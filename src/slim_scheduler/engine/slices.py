@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.engine.devices.cuda import exact_float32
 from slim_scheduler.engine.devices.registry import open_device
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SegmentSlice
@@ -22,6 +23,7 @@ def slices_of(folder: Path, device: str, precision: str) -> Iterator[Callable[[i
     if not device.startswith((*COMPILED, "cpu", "cuda")):
         raise ConfigError(f"device {device} is not known; give cpu, cuda:N, openvino:CPU or onnxruntime:CPU")
     if not device.startswith(COMPILED):
+        exact_float32()  # a GPU serves so
         yield None
         return
     shape = load_shape(Config(model=ModelConfig(path=str(folder))))

@@ -49,7 +49,10 @@ def backward(
     results = workers.map(part, list(parts))
     shares = [len(chunk) / len(labels) for chunk in torch.chunk(labels, workers.count)]
     for p, *gradients in zip(parameters, *(gradients for _, gradients in results), strict=True):
-        p.grad = torch.stack([g * share for g, share in zip(gradients, shares, strict=True)]).sum(dim=0)
+        if len(gradients) == 1:
+            p.grad = gradients[0]
+        else:
+            p.grad = torch.stack([g * share for g, share in zip(gradients, shares, strict=True)]).sum(dim=0)
     return sum(loss * share for (loss, _), share in zip(results, shares, strict=True))
 
 

@@ -25,7 +25,8 @@ from slim_scheduler.model.architecture import (
     segment_macs,
     workspace_bytes,
 )
-from slim_scheduler.model.layers import SlimConv2d, SlimGroupNorm, SlimLinear, activate, convolve, group_norm
+from slim_scheduler.model.fused_norm import is_fused, norm_activate_fused
+from slim_scheduler.model.layers import NORM_EPS, SlimConv2d, SlimGroupNorm, SlimLinear, activate, convolve, group_norm
 
 Weights = dict[str, Tensor]
 HOST = torch.device("cpu")
@@ -212,22 +213,27 @@ def run_segment(arch: Architecture, segment: int, weights: Mapping[str, Tensor],
     """One segment with given weights. (batch, channels, height, width) -> its output, or logits after the last."""
     x = x.contiguous(memory_format=torch.channels_last)
 
-    def norm(name: str, x: Tensor) -> Tensor:
-        return group_norm(x, weights[f"{name}.scale"], weights[f"{name}.shift"], arch.channels_per_group)
+    def norm_activate(name: str, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        scale, shift, group = weights[f"{name}.scale"], weights[f"{name}.shift"], arch.channels_per_group
+        if is_fused(x, group):
+            return norm_activate_fused(x, scale, shift, group, NORM_EPS, beside)
+        x = group_norm(x, scale, shift, group)
+        if beside is not None:
+            x = x + beside if torch.is_grad_enabled() else x.add_(beside)
+        return activate(x)
 
     if segment == 0:
         x = convolve(x, weights["stem"], 1)
-        x = activate(norm("stem", x))
+        x = norm_activate("stem", x)
     for block in range(arch.blocks[segment]):
         stride = arch.strides[segment] if block == 0 else 1
         shortcut = weights.get(f"block{block}.shortcut")
         beside = x if shortcut is None else convolve(x, shortcut, stride)
         # One statement per layer: a layer's input is free before the next but one is computed (`workspace_bytes`).
         x = convolve(x, weights[f"block{block}.conv1"], stride)
-        x = activate(norm(f"block{block}.conv1", x))
+        x = norm_activate(f"block{block}.conv1", x)
         x = convolve(x, weights[f"block{block}.conv2"], 1)
-        x = norm(f"block{block}.conv2", x)
-        x = activate(x + beside if torch.is_grad_enabled() else x.add_(beside))
+        x = norm_activate(f"block{block}.conv2", x, beside)
     if segment == arch.segments - 1:
         features = x.mean(dim=(2, 3))  # (batch, channels)
         if arch.pooling == "mean+max":

@@ -77,13 +77,8 @@ class _Choices:
         self.widths = facts.shape.widths
         self.groups = facts.groups
         self._width_masks: dict[tuple[Width, ...], Flags] = {}
-        masks = [np.arange(len(facts.groups)) <= last for last in range(len(facts.groups))]
-        self.all_groups = masks[-1]
-        self._most = max(facts.groups) + 1
-        self._groups_for = [  # by how many wait
-            masks[next((i for i, group in enumerate(facts.groups) if group >= waiting), -1)]
-            for waiting in range(self._most + 1)
-        ]
+        self._group_masks = [np.arange(len(facts.groups)) <= last for last in range(len(facts.groups))]
+        self.all_groups = self._group_masks[-1]
 
     def of_widths(self, allowed: tuple[Width, ...]) -> Flags:
         mask = self._width_masks.get(allowed)
@@ -93,7 +88,8 @@ class _Choices:
 
     def of_groups(self, waiting: int) -> Flags:
         """Groups up to the first that takes all who wait: larger ones would be the same choice again."""
-        return self._groups_for[min(waiting, self._most)]
+        last = next((i for i, group in enumerate(self.groups) if group >= waiting), len(self.groups) - 1)
+        return self._group_masks[last]
 
 
 class PaperEncoder:
