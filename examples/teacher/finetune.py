@@ -115,7 +115,7 @@ class Run:
             state = self.optimizer.state[p]
             for name in ("exp_avg", "exp_avg_sq", "step"):
                 if name not in state:
-                    state[name] = torch.zeros(()) if name == "step" else torch.zeros_like(p)
+                    state[name] = torch.zeros((), device=p.device) if name == "step" else torch.zeros_like(p)
                 found[f"adam.{index}.{name}"] = state[name]
         return found
 

@@ -12,6 +12,7 @@ import torch
 from slim_scheduler.core.errors import ConfigError, DeviceLostError, OutOfMemoryError
 from slim_scheduler.engine.devices.cuda import (
     LIBRARY_BYTES,
+    STREAM_BYTES,
     CudaDevice,
     batch_buckets,
     bucket_of,
@@ -304,17 +305,21 @@ async def test_gpu_memory_is_freed_when_instances_go():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     device = open_device("cuda:0", NETWORK, SHAPE, threads=1, max_batch=32, memory_limit=1 << 30)
+    x = torch.zeros(5, *NETWORK.activation_shape(2, 0.5))
+    left = []
     with device.thread():
-        instance = device.load(3, 1.0)
-        x = torch.zeros(5, *NETWORK.activation_shape(2, 0.5))
-        for size in (1, 2, 5):
-            device.run(instance, [(x, row) for row in range(size)], 0.5)
-        assert device.memory_used > 0
-        device.unload(instance)
-        del instance
+        for _ in range(3):
+            instance = device.load(3, 1.0)
+            for size in (1, 2, 5):
+                device.run(instance, [(x, row) for row in range(size)], 0.5)
+            assert device.memory_used > LIBRARY_BYTES
+            device.unload(instance)
+            del instance
+            torch.cuda.synchronize()
+            left.append(torch.cuda.memory_allocated() - before)
+            assert device.memory_used == LIBRARY_BYTES
     device.close()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert all(bytes <= STREAM_BYTES * (i + 1) for i, bytes in enumerate(left)), "only streams' workspaces stay"
 
 
 @gpu

@@ -1,6 +1,6 @@
 """NVIDIA GPUs: a stream per instance, pinned staging, and a CUDA graph per (instance, previous width, bucket).
 
-All that is special to CUDA lives here, and what calls the driver in `CudaRuntime`. Never run on a GPU yet. A batch is
+All that is special to CUDA lives here, and what calls the driver in `CudaRuntime`. A batch is
 padded to its bucket by whatever the graph's input buffer held, which is right because a segment treats every item on
 its own. A thread waits for the stream that it used, so a result that is reported is there, and tensors may pass between
 streams and devices without further synchronisation.
@@ -10,6 +10,7 @@ stream, graphs remember its address, and two streams that replayed graphs with o
 """
 
 import logging
+import os
 import threading
 import weakref
 from bisect import bisect_left
@@ -32,8 +33,11 @@ log = logging.getLogger(__name__)
 
 AHEAD = 0.5  # of the memory limit may be taken when a graph is captured ahead; the rest is for instances and outputs
 CAPTURE_WARM_RUNS = 3  # what torch's documentation asks for before a capture: libraries choose and allocate first
-# cuBLAS and cuDNN take workspaces that no tensor shows: 32 MiB is cuBLAS's default per stream on Hopper, 8 before.
-LIBRARY_BYTES: Bytes = 64 * 2**20
+# cuBLAS keeps a workspace for every stream that it was used on, 32 MiB by torch's default on Hopper, and cuBLASLt
+# another MiB. A classifier's product needs less (the setting is in KiB; a user's own stays), and torch has 32 streams.
+WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
+STREAM_BYTES: Bytes = 2 * 2**20
+LIBRARY_BYTES: Bytes = 32 * STREAM_BYTES
 FLOAT_BYTES = 4
 # After one of these every later call of the process fails: the CUDA context is lost, not the batch.
 STICKY = (
@@ -123,6 +127,7 @@ def open_cuda(device: str, model: SlimmableModel, shape: ModelShape, max_batch: 
     if memory_limit > total:
         raise ConfigError(f"device {device} has {total} bytes, vram_budget_gib asks for {memory_limit}; lower it")
     exact_float32()
+    os.environ.setdefault(*WORKSPACE)
     return CudaDevice(f"cuda:{index}", CudaRuntime(index), model, shape, max_batch, memory_limit)
 
 
