@@ -3,7 +3,7 @@
 A segment's time is counted, not measured: kernels launched, multiply-adds and bytes moved, at a share of the card's
 peaks that `calibrate.py` fits. docs/reference-cluster.md says where each constant comes from and how uncertain it is.
 
-    python examples/reference/derive_profiles.py --model models/cifar100
+    python examples/reference/derive_profiles.py --model models/cifar100-lean
 """
 
 import argparse
@@ -154,7 +154,7 @@ def speed_ratio(fast: Profile, slow: Profile) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("models/cifar100"), help="the network's folder")
+    parser.add_argument("--model", type=Path, default=Path("models/cifar100-lean"), help="the network's folder")
     parser.add_argument("--out", type=Path, default=Path("profiles"), help="where the two files go")
     parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the peaks that is reached")
     asked = parser.parse_args()

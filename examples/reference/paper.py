@@ -135,7 +135,7 @@ def main() -> None:
         f'<p class="soft">arXiv 2510.09018, tables I to V and figures 1 to 3. Tables III to V: {len(seeds)} seeds from '
         f"{asked.seed}, {asked.scale:g} of the experiment's 147.8 s, cut at its end.</p>",
         '<p class="note">Tables III to V are simulated; energy is estimated from assumed power curves; nothing here '
-        "ran on a GPU. The network is the shipped models/cifar100.</p>",
+        "ran on a GPU. Tables I and II are of models/cifar100, the rest of models/cifar100-lean.</p>",
         *accuracy_table(accuracy, origin),
         *run_tables(main_rows, asked.scale),
         *ablation_table(ablation, min(asked.scale, asked.ablation_scale)),
@@ -346,7 +346,7 @@ class Measured(NamedTuple):
 
 def measure_cpu(visits: int = 5) -> Measured:
     """Times every segment on one thread of this CPU, and a batch at paces that keep the thread more and more busy."""
-    model = checkpoint.load(CLONE / "models" / "cifar100")
+    model = checkpoint.load(CLONE / "models" / "cifar100-lean")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds: dict[tuple[int, float], list[float]] = {}
@@ -405,7 +405,7 @@ def figures(live: Measured) -> Iterator[str]:
     """Figures 1 to 3 as HTML: what the simulator assumes, and what this CPU did."""
     profile = read_profile(CLONE / "profiles" / "rtx-2080-ti.json")
     assumed = LatencyTable(profile, max(BATCHES))
-    shape = checkpoint.load(CLONE / "models" / "cifar100")
+    shape = checkpoint.load(CLONE / "models" / "cifar100-lean")
     derived = {
         (s, w): [assumed.seconds(s, w if s else None, w, b) for b in BATCHES]
         for s in range(shape.segments)

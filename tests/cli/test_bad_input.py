@@ -203,13 +203,13 @@ def test_a_policy_of_another_network_is_named_as_such_at_the_start_of_a_server(s
     router = "ppo:examples/reference/policies/efficiency"
     line = refused(slim, "serve", "--config", DEMO, "--router", router, "--port", 0, "--grpc-port", -1)
     assert f"digits cannot be served with router {router}: " in line
-    assert "network cifar100" in line
+    assert "network cifar100-lean" in line
     assert "was not changed" not in line
 
 
 def test_digits_are_not_shown_to_a_network_that_was_made_for_other_images(slim: Slim, tmp_path: Path) -> None:
     reference = ROOT / "examples/reference/cluster.toml"
     line = simulate(slim, tmp_path, "workload.data=digits", config=reference)
-    assert f"workload.data is digits, images of 1x8x8, but {ROOT}/models/cifar100 takes 3x32x32" in line
+    assert f"workload.data is digits, images of 1x8x8, but {ROOT}/models/cifar100-lean takes 3x32x32" in line
     line = simulate(slim, tmp_path, "workload.data=pictures")
     assert f"workload.data is pictures, but {ROOT}/models/digits was measured on digits" in line

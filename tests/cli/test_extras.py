@@ -23,6 +23,7 @@ OPTIONAL = {
     "openvino": "engine/devices/openvino.py",
     "opentelemetry": "serve/tracing.py",
     "pynvml": "",
+    "triton": "model/fused_norm_kernels.py",
 }
 
 WITHOUT = """

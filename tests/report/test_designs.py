@@ -7,9 +7,9 @@ from tests.cli.conftest import ROOT
 
 def test_the_figure_is_of_the_shipped_network_and_names_whose_figures_are_whose(tmp_path):
     path = tmp_path / "designs.svg"
-    draw(load_manifest(ROOT / "models/cifar100"), path)
+    draw(load_manifest(ROOT / "models/cifar100"), load_manifest(ROOT / "models/cifar100-lean"), path)
     text = path.read_text()
-    assert "lean, trained here: 256 tuples" in text
+    assert "cifar100-lean: 256 tuples" in text
     assert "the paper, table I" in text
     assert "MobileNetV2 x0.5 to x1.4, trained separately" in text
     assert text.count("<use ") >= 256

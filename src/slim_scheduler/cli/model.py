@@ -26,7 +26,7 @@ def add(app: typer.Typer) -> None:
             "slim fit --data pictures --out models/pictures     # pictures/CLASS/*.png",
             "slim fit --data pictures --size 32 --channels 16,32,64 --blocks 1 --out models/pictures",
             "slim fit --preset cifar100 --data data/cifar-100-binary --out models/cifar100 --device cuda:0",
-            "slim fit --preset cifar100-lean --from models/cifar100 --data data/cifar-100-binary --out models/further",
+            "slim fit --preset cifar100-lean --from models/cifar100-lean --data data/cifar-100-binary --out further",
             "slim fit --preset digits --data digits --teacher models/digits --out models/taught",
         )
     )(fit)
@@ -52,7 +52,7 @@ def fit(
         typer.Option(
             "--preset",
             "-p",
-            help="digits, digits-small, cifar100, cifar100-lean, cifar100-taught; by size if left out.",
+            help="digits, digits-small, cifar100, cifar100-lean; by size if left out.",
         ),
     ] = None,
     channels: Annotated[

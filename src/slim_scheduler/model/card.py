@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from slim_scheduler.core.accuracy import tuple_name
 from slim_scheduler.core.confidence import BINS
 from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
@@ -25,13 +27,16 @@ TABLE_II = {
 }
 LINE = 120
 LAST_EPOCHS = 5
+WITHOUT_TEACHER = "without-teacher.json"  # the manifest of another run, beside the one whose weights are shipped
 
 
 def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
     """Writes the card of these folders of SlimResNets; returns its text."""
     sections = ["# Model card", INTRODUCTION]
     for folder in folders:
-        sections += model_section(Path(folder).resolve().name, load_manifest(folder))
+        beside = Path(folder) / WITHOUT_TEACHER
+        plain = msgspec.json.decode(beside.read_bytes(), type=Manifest) if beside.is_file() else None
+        sections += model_section(Path(folder).resolve().name, load_manifest(folder), plain)
     text = "\n\n".join(wrapped(part) for part in (*sections, DESIGNS, design_table(PRESETS.values()), LICENCES)) + "\n"
     Path(path).write_text(text)
     return text
@@ -49,8 +54,8 @@ def wrapped(part: str) -> str:
     return "\n".join(lines)
 
 
-def model_section(name: str, manifest: Manifest) -> list[str]:
-    """One model: cost per width, accuracy, the paper's tables where they apply, training."""
+def model_section(name: str, manifest: Manifest, plain: Manifest | None = None) -> list[str]:
+    """One model: cost per width, accuracy, the paper's tables where they apply, training; `plain` had no teacher."""
     arch = architecture_of(manifest.architecture)
     parts = [f"## {name}", description(manifest), cost_table(manifest)]
     test = manifest.accuracy.get("test", {})
@@ -59,8 +64,10 @@ def model_section(name: str, manifest: Manifest) -> list[str]:
     if manifest.confidence is not None:
         parts += [confidence_text(manifest.confidence), confidence_table(manifest.confidence, arch)]
     if test and manifest.training is not None and manifest.training.data == "cifar100" and arch.segments == 4:
-        parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test)]
+        parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test, plain)]
         parts.append(distance_text(manifest))
+        if plain is not None and plain.training is not None:
+            parts.append(f"Without a teacher (`{WITHOUT_TEACHER}`; weights not shipped): {training_text(plain)}")
     if manifest.training is not None:
         parts.append(f"{training_text(manifest)} Settings and curve: `training` in `models/{name}/manifest.json`.")
     return parts
@@ -123,12 +130,14 @@ def confidence_table(confidence: Confidence, arch: Architecture) -> str:
     return table(("width", *(f"error %, {split} images" for split in confidence.error)), rows)
 
 
-def paper_table(test: dict[str, float]) -> str:
+def paper_table(test: dict[str, float], plain: Manifest | None) -> str:
+    columns = {"ours": test, **({"without a teacher": plain.accuracy["test"]} if plain else {})}
     rows = []
     for widths, paper in (TABLE_I | TABLE_II).items():
-        ours = 100 * test[tuple_name(widths)]
-        rows.append([f"({tuple_name(widths)})", f"{paper:.2f}", f"{ours:.2f}", f"{ours - paper:+.2f}"])
-    return table(("width tuple", "paper", "ours", "difference"), rows)
+        top1 = [100 * accuracy[tuple_name(widths)] for accuracy in columns.values()]
+        pairs = [text for found in top1 for text in (f"{found:.2f}", f"{found - paper:+.2f}")]
+        rows.append([f"({tuple_name(widths)})", f"{paper:.2f}", *pairs])
+    return table(("width tuple", "paper", *(head for name in columns for head in (name, "difference"))), rows)
 
 
 def distance_text(manifest: Manifest) -> str:
@@ -140,7 +149,7 @@ def distance_text(manifest: Manifest) -> str:
     mean = sum(distances.values()) / len(distances)
     lowest = min(distances, key=lambda widths: distances[widths])
     text = (
-        f"On average {abs(mean):.2f} points {'above' if mean >= 0 else 'below'} the paper; furthest at "
+        f"On average {abs(mean):.2f} points {'above' if mean >= 0 else 'below'} the paper; the lowest difference is at "
         f"({tuple_name(lowest)}), {distances[lowest]:+.2f}."
     )
     if mean >= 0 or len(training.history) < 2:
@@ -150,10 +159,9 @@ def distance_text(manifest: Manifest) -> str:
     floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.shape.classes)
     epochs = last.epoch - before.epoch
     return (
-        f"{text} The targets stand. In its last {epochs:.0f} epochs, at the smallest learning rates, the uniform "
+        f"{text} In its last {epochs:.0f} epochs, at the smallest learning rates, the uniform "
         f"widths moved by {gains} points on held-out images, and the widest net's loss on training batches was "
-        f"{last.loss:.2f}, where label smoothing allows {floor:.2f}. `slim fit --preset cifar100` on a GPU is the "
-        "run at the paper's size, with 1.8 to 2.4 times the multiply-adds, that the targets need."
+        f"{last.loss:.2f}, where label smoothing allows {floor:.2f}."
     )
 
 

@@ -5,18 +5,20 @@ moves several times the bytes that a convolution does. One program here reads on
 registers, and writes what the next convolution reads.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+HAS_TRITON = find_spec("triton") is not None  # comes with torch's CUDA builds for Linux
 LARGEST_GROUP = 1 << 14  # values of one group of one image, which one program keeps in registers
 VALUES_PER_WARP = 1 << 11
 
 
 def is_fused(x: Tensor, channels_per_group: int) -> bool:
     """Whether `norm_activate_fused` is the faster way to train with this activation: on a GPU, groups not too large."""
-    if not (x.is_cuda and torch.is_grad_enabled()):
+    if not (x.is_cuda and torch.is_grad_enabled() and HAS_TRITON):
         return False
     power_of_two = channels_per_group & (channels_per_group - 1) == 0
     return power_of_two and _power_of_two(x.shape[2] * x.shape[3]) * channels_per_group <= LARGEST_GROUP
@@ -67,18 +69,10 @@ def _launch(
 ) -> None:
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = _power_of_two(pixels)
+    numbers = (pixels, channels) if eps is None else (eps, pixels, channels)
+    shape = {"tile_rows": rows, "tile_columns": group, "with_beside": beside is not None}
     warps = min(8, max(1, rows * group // VALUES_PER_WARP))
-    numbers = () if eps is None else (eps,)
-    kernel[(len(x), channels // group)](
-        *pointers,
-        *numbers,
-        pixels,
-        channels,
-        tile_rows=rows,
-        tile_columns=group,
-        with_beside=beside is not None,
-        num_warps=warps,
-    )
+    kernel[(len(x), channels // group)](*pointers, *numbers, **shape, num_warps=warps)
 
 
 def _power_of_two(count: int) -> int:
@@ -89,7 +83,7 @@ _compiled: list[Any] = []
 
 
 def _kernels() -> list[Any]:
-    """(forward, backward). Triton comes with torch's CUDA builds alone, so nothing imports it before."""
+    """(forward, backward)."""
     if not _compiled:
         from slim_scheduler.model.fused_norm_kernels import backward, forward
 

@@ -109,28 +109,12 @@ PRESETS = {
                 held_out=0.2,
             ),
         ),
-        # The paper's size; minutes per ten epochs on a data-centre GPU.
+        # About the paper's size: minutes on a data-centre GPU. `models/cifar100` had a teacher.
         Preset(
             name="cifar100",
-            architecture=Architecture(),
-            recipe=Recipe(
-                epochs=200,
-                batch=512,
-                sgd_lr=0.4,
-                random_tuples=2,
-                cutout=0.25,
-                trivial_augment=True,
-                ema_decay=0.999,
-                held_out=0.05,
-                weights_dtype="float16",
-            ),
-        ),
-        # As large, and more accurate: minutes on a data-centre GPU, with a teacher.
-        Preset(
-            name="cifar100-late",
             architecture=LATE,
             recipe=Recipe(
-                epochs=200,
+                epochs=120,
                 batch=1024,
                 muon_lr=0.06,
                 sgd_lr=0.2,
@@ -153,21 +137,6 @@ PRESETS = {
                 muon_lr=0.06,
                 sgd_lr=0.2,
                 sizes=((0.0, 16), (0.15, 24), (0.6, 32)),
-                cutout=0.25,
-                held_out=0.05,
-                weights_dtype="float16",
-            ),
-        ),
-        # The lean network further, at full size throughout, from a finished one and with a teacher.
-        Preset(
-            name="cifar100-taught",
-            architecture=LEAN,
-            recipe=Recipe(
-                epochs=40,
-                batch=256,
-                muon_lr=0.03,
-                sgd_lr=0.1,
-                random_tuples=2,
                 cutout=0.25,
                 held_out=0.05,
                 weights_dtype="float16",

@@ -1,8 +1,8 @@
 """Accuracy per multiply-add of the CIFAR-100 network, beside the paper's figures.
 
 Drawn by `python -m slim_scheduler.report.designs`. Ours are measured on the test images, one point per width tuple. The
-paper's are its tables I and II, at the multiply-adds of its size as this project counts them; that size was not trained
-here. Separately trained networks, one per point, show what one set of weights for all widths has to compare with.
+paper's are its tables I and II, at the multiply-adds of its size as this project counts them; a network of just that
+size was not trained here. Separately trained networks, one per point, show what one set of weights has to compare with.
 """
 
 from pathlib import Path
@@ -11,7 +11,6 @@ from slim_scheduler.core.types import WidthTuple
 from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
 from slim_scheduler.model.card import TABLE_I, TABLE_II
 from slim_scheduler.model.checkpoint import Manifest, load_manifest
-from slim_scheduler.model.presets import preset_named
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
 
 # (width, millions of multiply-adds, top-1 % on all 10,000 test images), each trained for itself, without a teacher:
@@ -20,17 +19,24 @@ MOBILENET_V2 = ((0.5, 28.08, 70.88), (0.75, 59.43, 73.61), (1.0, 88.09, 74.20), 
 FIGURE = Path("docs/figures/accuracy-macs.svg")
 
 
-def draw(manifest: Manifest, path: Path) -> None:
-    """Writes the figure. The manifest must have test accuracies of all tuples (`slim accuracy`)."""
-    arch, paper = architecture_of(manifest.architecture), preset_named("cifar100").architecture
-    test = {tuple(map(float, name.split(","))): 100 * top1 for name, top1 in manifest.accuracy["test"].items()}
-    uniform = [(width,) * arch.segments for width in arch.widths]
-    (ours, solid), (theirs, dashed), (separate, dotted) = series(0), series(1), series(2)
+def draw(manifest: Manifest, lean: Manifest, path: Path) -> None:
+    """Writes the figure of two networks. Their manifests must have test accuracies of all tuples (`slim accuracy`)."""
+    paper = Architecture()
+    (ours, solid), (theirs, dashed), (separate, dotted), (smaller, mixed) = map(series, range(4))
     with drawing(FIGURE_SIZE[1] * 1.2) as figure:
         axes = figure.subplots()
-        axes.scatter([_macs(arch, t) for t in test], list(test.values()), s=6, color=ours, alpha=0.35, linewidths=0)
-        label = "lean, trained here: 256 tuples, uniform ones joined"
-        axes.plot([_macs(arch, t) for t in uniform], [test[t] for t in uniform], solid, color=ours, label=label)
+        for network, color, style, name in (
+            (manifest, ours, solid, "cifar100"),
+            (lean, smaller, mixed, "cifar100-lean"),
+        ):
+            arch = architecture_of(network.architecture)
+            test = {tuple(map(float, t.split(","))): 100 * top1 for t, top1 in network.accuracy["test"].items()}
+            uniform = [(width,) * arch.segments for width in arch.widths]
+            axes.scatter(
+                [_macs(arch, t) for t in test], list(test.values()), s=6, color=color, alpha=0.35, linewidths=0
+            )
+            label = f"{name}: 256 tuples, uniform ones joined"
+            axes.plot([_macs(arch, t) for t in uniform], [test[t] for t in uniform], style, color=color, label=label)
         axes.plot(
             [_macs(paper, t) for t in TABLE_I], list(TABLE_I.values()), dashed, color=theirs, label="the paper, table I"
         )
@@ -69,5 +75,5 @@ def _macs(arch: Architecture, widths: WidthTuple) -> float:
 
 
 if __name__ == "__main__":
-    draw(load_manifest(Path("models/cifar100")), FIGURE)
+    draw(load_manifest(Path("models/cifar100")), load_manifest(Path("models/cifar100-lean")), FIGURE)
     print(FIGURE)
