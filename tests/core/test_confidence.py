@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slim_scheduler.core.confidence import Calibration, Logistic, calibration_error, calibration_errors
 from slim_scheduler.model.calibration import fit_calibration
 
-curves = st.builds(Logistic, st.floats(0.1, 5.0), st.floats(-3.0, 3.0))
+curves = st.builds(Logistic, st.floats(0.1, 5.0), st.floats(-3.0, 3.0), st.floats(0.0, 2.0))
 
 
 def test_with_scale_1_and_no_offset_confidence_is_the_higher_of_two_probabilities():
@@ -42,7 +42,7 @@ def test_the_calibration_error_is_the_weighted_gap_of_each_bin():
 
 def test_the_fit_finds_the_curve_that_the_answers_follow():
     generator = np.random.default_rng(3)
-    truth = {0.5: Logistic(1.4, -0.7), 1.0: Logistic(2.5, 0.2)}
+    truth = {0.5: Logistic(1.4, -0.7), 0.75: Logistic(0.4, -0.7, 0.5), 1.0: Logistic(2.5, 0.2)}
     margins = {(w, v): generator.random(20_000).astype(np.float16) for w in truth for v in truth}
     right = {t: generator.random(20_000) < truth[t[-1]].confidence(margins[t]) for t in margins}
     fitted = fit_calibration(right, margins, "held-out")
@@ -50,6 +50,7 @@ def test_the_fit_finds_the_curve_that_the_answers_follow():
     for width, curve in truth.items():
         assert fitted.by_width[width].scale == pytest.approx(curve.scale, abs=0.1)
         assert fitted.by_width[width].offset == pytest.approx(curve.offset, abs=0.1)
+        assert fitted.by_width[width].curve == pytest.approx(curve.curve, abs=0.1)
     assert max(calibration_errors(fitted, right, margins).values()) < 0.02
 
 

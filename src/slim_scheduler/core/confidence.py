@@ -19,24 +19,28 @@ BINS = 15  # of the expected calibration error, as Guo et al. 2017 have it
 
 
 class Logistic(msgspec.Struct, frozen=True):
-    """confidence = 1 / (1 + exp(-(scale * z + offset))), where z = log((1 + margin) / (1 - margin)).
+    """confidence = 1 / (1 + exp(-(curve * z^2 + scale * z + offset))), where z = log((1 + margin) / (1 - margin)).
 
     z is the difference of the two highest logits where they share all probability, `1 / scale` a temperature on it;
-    the offset is for the classes that z leaves out (Platt 1999; Guo et al. 2017). `scale` is above 0, so more margin
-    is more confidence.
+    the offset is for the classes that z leaves out (Platt 1999; Guo et al. 2017). The curve is for networks whose
+    large margins say more than a temperature allows, as a taught one's. `scale` is above 0 and `curve` at least 0, so
+    more margin is more confidence.
     """
 
     scale: float
     offset: float
+    curve: float = 0.0
 
     def confidence(self, margins: npt.ArrayLike) -> Floats:
         """Chances of being right, in [0, 1], of margins of any shape."""
-        return np.asarray(1.0 / (1.0 + np.exp(-(self.scale * log_ratio(margins) + self.offset))))
+        z = log_ratio(margins)
+        return np.asarray(1.0 / (1.0 + np.exp(-((self.curve * z + self.scale) * z + self.offset))))
 
     def confidence_of(self, margin: float) -> float:
         """`confidence` of one margin, at a tenth of the cost."""
         m = min(margin, CLOSEST_TO_ONE)
-        return 1.0 / (1.0 + math.exp(-(self.scale * (math.log1p(m) - math.log1p(-m)) + self.offset)))
+        z = math.log1p(m) - math.log1p(-m)
+        return 1.0 / (1.0 + math.exp(-((self.curve * z + self.scale) * z + self.offset)))
 
     def margin(self, confidence: float) -> float:
         """The least margin that has a confidence; 0 where every margin has it, above 1 where none has."""
@@ -44,7 +48,8 @@ class Logistic(msgspec.Struct, frozen=True):
             return 0.0
         if confidence > float(self.confidence(1.0)):
             return float("inf")
-        z = (np.log(confidence / (1.0 - confidence)) - self.offset) / self.scale
+        above = np.log(confidence / (1.0 - confidence)) - self.offset  # what z has to bring, above 0 here
+        z = 2.0 * above / (self.scale + np.sqrt(self.scale**2 + 4.0 * self.curve * above))
         return float(np.tanh(z / 2))
 
 

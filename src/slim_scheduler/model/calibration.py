@@ -39,7 +39,9 @@ def _fit(ratios: Floats, right: npt.NDArray[np.bool_]) -> Logistic:
     signs = np.where(right, -1.0, 1.0)
 
     def cross_entropy(parameters: Floats) -> float:
-        return float(np.logaddexp(0.0, signs * (parameters[0] * ratios + parameters[1])).mean())
+        scale, offset, curve = parameters
+        return float(np.logaddexp(0.0, signs * ((curve * ratios + scale) * ratios + offset)).mean())
 
-    fitted = minimize(cross_entropy, np.array([1.0, 0.0]), method="L-BFGS-B", bounds=[(LEAST_SCALE, 1e3), (-1e3, 1e3)])
+    bounds = [(LEAST_SCALE, 1e3), (-1e3, 1e3), (0.0, 1e3)]
+    fitted = minimize(cross_entropy, np.array([1.0, 0.0, 0.0]), method="L-BFGS-B", bounds=bounds)
     return Logistic(*(round(float(value), 6) for value in fitted.x))
