@@ -19,6 +19,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -28,9 +29,12 @@ from slim_scheduler.cli.terminal import progress
 from slim_scheduler.core.errors import ConfigError, SlimError
 from slim_scheduler.report.measures import Estimate, Measure, estimate, flatten
 from slim_scheduler.run.compare import run_simulated, trials
+from slim_scheduler.run.frontier import program
 from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import load_profiles, load_shape
 
 HERE = Path(__file__).parent
 CLONE = HERE.parents[1]
@@ -63,7 +67,8 @@ KEPT = (
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table: every router at every load, on the same seeds. Settings are as in `--set`.
+    """One table: every router at every load, on the same seeds. Settings are as in `--set`; `share=0.5` stands for half
+    of the highest load that the configuration's cluster carries (`slim frontier`), rounded to whole items per second.
 
     `trace` is a file of arrival times in the folder SLIM_TRACES, sped up until its mean is the load's `workload.rate`.
     The seed then decides only which images arrive.
@@ -83,8 +88,22 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def each_seed(self) -> range:
         return range(self.seeds[0], self.seeds[0] + self.seeds[1])
 
-    def settings(self, load: str) -> tuple[str, ...]:
-        return (*self.set, *self.loads[load])
+    def settings(self, load: str, folder: Path = HERE) -> tuple[str, ...]:
+        return tuple(_rate(setting, folder / self.config) for setting in (*self.set, *self.loads[load]))
+
+
+def _rate(setting: str, config: Path) -> str:
+    name, _, share = setting.partition("=")
+    return f"workload.rate={float(share) * highest_load(config):.0f}" if name == "share" else setting
+
+
+@cache
+def highest_load(path: Path) -> float:
+    """What a configuration's cluster carries at most, in items per second."""
+    config = load_config(path)
+    shape = load_shape(config)
+    table = read_accuracy(accuracy_path(config))
+    return program(config, shape, load_profiles(config, shape), table).max_load()
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -132,7 +151,7 @@ def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE)
     policy = HERE / "policies" / router.removeprefix("ppo:") / "manifest.json"
     trained = policy.read_text() if router.startswith("ppo:") else ""  # with the weights' hash
     replayed = [experiment.trace] if experiment.trace else []
-    parts = json.dumps([configured, experiment.settings(load), router, trained, *replayed], sort_keys=True)
+    parts = json.dumps([configured, experiment.settings(load, folder), router, trained, *replayed], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -152,7 +171,7 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
     for load in experiment.loads:
         marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
         names = {whole_name(router): router for router in experiment.routers}
-        settings = experiment.settings(load)
+        settings = experiment.settings(load, folder)
         if experiment.trace:
             replayed = f"workload.trace={trace_file(experiment.trace)}"
             settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
