@@ -79,13 +79,8 @@ def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-_compiled: list[Any] = []
-
-
-def _kernels() -> list[Any]:
+def _kernels() -> tuple[Any, Any]:
     """(forward, backward)."""
-    if not _compiled:
-        from slim_scheduler.model.fused_norm_kernels import backward, forward
+    from slim_scheduler.model.fused_norm_kernels import backward, forward
 
-        _compiled.extend((forward, backward))
-    return _compiled
+    return forward, backward
