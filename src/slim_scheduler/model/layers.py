@@ -64,7 +64,7 @@ def standardize(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    if not torch.onnx.is_in_onnx_export() and is_small(x, weight, stride):
+    if is_small(x, weight, stride) and not torch.onnx.is_in_onnx_export():
         return convolve_small(x, weight, stride)
     return functional.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 

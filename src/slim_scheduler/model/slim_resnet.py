@@ -188,7 +188,7 @@ class ResNetSlice:
                 )
             weights = weights | self._variants[previous_width]
         with torch.no_grad():
-            if x.device == HOST and not torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
+            if x.device == HOST and not torch._C._is_tracing() and not torch.compiler.is_exporting():
                 return _run_as_one(self._network.arch, self.segment, weights, x)
             return run_segment(self._network.arch, self.segment, weights, x)
 
