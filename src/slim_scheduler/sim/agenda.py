@@ -30,14 +30,6 @@ class Agenda:
         self._sequence = sequence = self._sequence + 1
         heappush(self._heap, (time if time > self.now else self.now, priority, sequence, action, argument))
 
-    def next(self, priority: int, action: Callable[[Any], None], argument: Any = None) -> None:
-        """`at` now, done at once where nothing comes before it: last thing of what is going on now."""
-        if self._heap and self._heap[0] < (self.now, priority + 1):
-            self.at(self.now, priority, action, argument)
-        else:
-            self.steps += 1
-            action(argument)
-
     def step(self) -> None:
         """Does exactly one thing: the next. Raises IndexError when there is none."""
         self.now, _, _, action, argument = heappop(self._heap)

@@ -313,7 +313,7 @@ class Simulation:
         self._coming -= 1
         self._open += 1
         self._dispatch(event)
-        self.agenda.next(ROUTE, self._dispatch, ROUTE_NOW)
+        self.agenda.at(self.agenda.now, ROUTE, self._dispatch, ROUTE_NOW)
 
     def _reply(self, command: Reply) -> None:
         self._open -= 1
