@@ -134,8 +134,9 @@ def main() -> None:
         "<h1>The paper's experiment, made again</h1>",
         f'<p class="soft">arXiv 2510.09018, tables I to V and figures 1 to 3. Tables III to V: {len(seeds)} seeds from '
         f"{asked.seed}, {asked.scale:g} of the experiment's 147.8 s, cut at its end.</p>",
-        '<p class="note">Tables III to V are simulated; energy is estimated from assumed power curves; nothing here '
-        "ran on a GPU. Tables I and II are of models/cifar100, the rest of models/cifar100-lean.</p>",
+        '<p class="note">Tables III to V are simulated; energy is estimated from assumed power curves; none of the '
+        "paper's cards was used. Tables I and II are of models/cifar100, which had a teacher that had seen ImageNet "
+        "(docs/model-card.md has its figures without one); the rest is of models/cifar100-lean.</p>",
         *accuracy_table(accuracy, origin),
         *run_tables(main_rows, asked.scale),
         *ablation_table(ablation, min(asked.scale, asked.ablation_scale)),

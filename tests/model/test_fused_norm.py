@@ -12,7 +12,7 @@ from slim_scheduler.model.slim_resnet import SlimResNet
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def test_a_cpu_and_a_network_that_answers_take_the_steps_of_torch():
+def test_a_cpu_takes_the_steps_of_torch():
     x = torch.randn(2, 32, 8, 8)
     assert not is_fused(x, 16)
 

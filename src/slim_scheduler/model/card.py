@@ -224,8 +224,9 @@ INTRODUCTION = (
 )
 DESIGNS = (
     "## Presets\n\n![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
-    "MobileNetV2 x0.5 to x1.4 are four networks, each trained for itself (CIFAR-100 table of "
-    "github.com/chenyaofo/pytorch-cifar-models). "
+    "One point per width tuple of ours, the uniform ones joined. Neither the paper nor MobileNetV2 had a teacher, so "
+    "the line without one is what compares with them. MobileNetV2 x0.5 to x1.4 are four networks, each trained for "
+    "itself (CIFAR-100 table of github.com/chenyaofo/pytorch-cifar-models). "
     "Drawn by `python -m slim_scheduler.report.designs`. Multiply-adds and parameters of the networks that `slim fit` "
     "knows:"
 )

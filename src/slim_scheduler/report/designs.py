@@ -5,11 +5,14 @@ paper's are its tables I and II, at the multiply-adds of its size as this projec
 size was not trained here. Separately trained networks, one per point, show what one set of weights has to compare with.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from slim_scheduler.core.types import WidthTuple
 from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
-from slim_scheduler.model.card import TABLE_I, TABLE_II
+from slim_scheduler.model.card import TABLE_I, TABLE_II, WITHOUT_TEACHER
 from slim_scheduler.model.checkpoint import Manifest, load_manifest
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
 
@@ -19,23 +22,20 @@ MOBILENET_V2 = ((0.5, 28.08, 70.88), (0.75, 59.43, 73.61), (1.0, 88.09, 74.20), 
 FIGURE = Path("docs/figures/accuracy-macs.svg")
 
 
-def draw(manifest: Manifest, lean: Manifest, path: Path) -> None:
-    """Writes the figure of two networks. Their manifests must have test accuracies of all tuples (`slim accuracy`)."""
+def draw(networks: Mapping[str, Manifest], path: Path) -> None:
+    """Writes the figure of networks by label. Their manifests must have test accuracies of all tuples."""
     paper = Architecture()
-    (ours, solid), (theirs, dashed), (separate, dotted), (smaller, mixed) = map(series, range(4))
+    (theirs, dashed), (separate, dotted) = series(len(networks)), series(len(networks) + 1)
     with drawing(FIGURE_SIZE[1] * 1.2) as figure:
         axes = figure.subplots()
-        for network, color, style, name in (
-            (manifest, ours, solid, "cifar100"),
-            (lean, smaller, mixed, "cifar100-lean"),
-        ):
+        for i, (label, network) in enumerate(networks.items()):
+            color, style = series(i)
             arch = architecture_of(network.architecture)
             test = {tuple(map(float, t.split(","))): 100 * top1 for t, top1 in network.accuracy["test"].items()}
             uniform = [(width,) * arch.segments for width in arch.widths]
             axes.scatter(
                 [_macs(arch, t) for t in test], list(test.values()), s=6, color=color, alpha=0.35, linewidths=0
             )
-            label = f"{name}: 256 tuples, uniform ones joined"
             axes.plot([_macs(arch, t) for t in uniform], [test[t] for t in uniform], style, color=color, label=label)
         axes.plot(
             [_macs(paper, t) for t in TABLE_I], list(TABLE_I.values()), dashed, color=theirs, label="the paper, table I"
@@ -69,11 +69,21 @@ def draw(manifest: Manifest, lean: Manifest, path: Path) -> None:
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
+def shipped(models: Path) -> dict[str, Manifest]:
+    """The CIFAR-100 networks by label: who taught them, and with what data, belongs to the comparison."""
+    new, lean = models / "cifar100", models / "cifar100-lean"
+    return {
+        "cifar100, its teacher from ImageNet": load_manifest(new),
+        "the same without a teacher": msgspec.json.decode((new / WITHOUT_TEACHER).read_bytes(), type=Manifest),
+        "cifar100-lean, no teacher": load_manifest(lean),
+    }
+
+
 def _macs(arch: Architecture, widths: WidthTuple) -> float:
     """Millions."""
     return tuple_cost(arch, widths)[0] / 1e6
 
 
 if __name__ == "__main__":
-    draw(load_manifest(Path("models/cifar100")), load_manifest(Path("models/cifar100-lean")), FIGURE)
+    draw(shipped(Path("models")), FIGURE)
     print(FIGURE)

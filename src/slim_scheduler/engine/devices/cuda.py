@@ -1,9 +1,9 @@
 """NVIDIA GPUs: a stream per instance, pinned staging, and a CUDA graph per (instance, previous width, bucket).
 
-All that is special to CUDA lives here, and what calls the driver in `CudaRuntime`. A batch is
-padded to its bucket by whatever the graph's input buffer held, which is right because a segment treats every item on
-its own. A thread waits for the stream that it used, so a result that is reported is there, and tensors may pass between
-streams and devices without further synchronisation.
+All that is special to CUDA lives here, and what calls the driver in `CudaRuntime`. A batch is padded to its bucket by
+whatever the graph's input buffer held, which is right because a segment treats every item on its own. A thread waits
+for the stream that it used, so a result that is reported is there, and tensors may pass between streams and devices
+without further synchronisation.
 
 Everything of an instance runs on the instance's own stream, whichever thread asks: cuBLAS keeps one workspace per
 stream, graphs remember its address, and two streams that replayed graphs with one workspace would overwrite each other.
