@@ -4,8 +4,10 @@ from slim_scheduler.core.messages import (
     BlockFinished,
     CancelTasks,
     RequestCancelled,
+    RouteNow,
     RouterFellBack,
     RouterTooSlow,
+    RouteSoon,
     ServerLeft,
     TasksReturned,
     TimerFired,
@@ -22,6 +24,26 @@ def test_requests_that_come_together_are_decided_about_together():
         assert not sent(made.handle(request(number), 0.0))
     block = sent(arrive(made, request(4), 0.0))[0]
     assert [task.item for task in block.tasks] == [request(n).request.items[0] for n in (1, 2, 3, 4)]
+
+
+def test_routing_is_asked_for_once_and_only_where_a_server_has_room():
+    made = dispatcher(credit=2)
+    first, second = made.handle(request(1), 0.0), made.handle(request(2), 0.0)
+    assert RouteSoon() in first
+    assert RouteSoon() not in second
+    (block,) = sent(made.handle(RouteNow(), 0.0))
+    assert made.handle(request(3), 0.1) == [], "the server is full: what frees it routes"
+    assert sent(made.handle(done(block, 1.0, 0.5), 1.0))
+
+
+def test_routing_is_not_asked_for_behind_a_head_that_is_held():
+    router = Scripted(Decision("a", 0.5, 1))
+    router.chooses_full = True
+    made = dispatcher(router, servers=("a", "b"), credit=1)
+    arrive(made, request(1), 0.0)
+    assert RouteSoon() in made.handle(request(2), 0.1)
+    assert sent(made.handle(RouteNow(), 0.1)) == [], "held for a, which is full"
+    assert made.handle(request(3), 0.2) == []
 
 
 def test_an_item_goes_through_every_segment_and_is_answered_once():

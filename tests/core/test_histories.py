@@ -25,6 +25,7 @@ from slim_scheduler.core.messages import (
     RequestCancelled,
     RouteNow,
     RouterTooSlow,
+    RouteSoon,
     SendBlock,
     ServerChanged,
     ServerLeft,
@@ -248,14 +249,19 @@ class DispatcherHistory(RuleBasedStateMachine):
         self.requests = 0
         self.last_sent = {}
         self.wake_at = None
+        self.routes_soon = False
 
     def router(self):
         return jsq("random")
 
     def tell(self, event):
         commands = self.dispatcher.handle(event, self.now)
+        self.routes_soon = self.routes_soon and not isinstance(event, RouteNow)
         for command in commands:
             match command:
+                case RouteSoon():
+                    assert not self.routes_soon, "asked for twice"
+                    self.routes_soon = True
                 case SendBlock():
                     self.sent(command.block)
                 case Reply():
@@ -304,7 +310,7 @@ class DispatcherHistory(RuleBasedStateMachine):
         event = request(self.requests, items, self.now, at, priority, **asked)
         self.accepted_items[self.requests] = set(event.request.items)
         self.tell(event)
-        if alone:
+        if alone and self.routes_soon:
             self.tell(RouteNow())
 
     @precondition(lambda self: any(self.at_server.values()))

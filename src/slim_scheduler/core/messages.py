@@ -36,13 +36,13 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class RequestArrived(Message, frozen=True, gc=False):
-    """Taken or refused at once. Routing waits for `RouteNow`, or for any other event."""
+    """Taken or refused at once. Routing waits for `RouteNow`, which `RouteSoon` asks for, or for any other event."""
 
     request: Request
 
 
 class RouteNow(Message, frozen=True, gc=False):
-    """The requests that came at the same time have all been told."""
+    """The requests that came at the same time as the one that asked with `RouteSoon` have all been told."""
 
 
 class RequestOffered(Message, frozen=True, gc=False):
@@ -218,6 +218,10 @@ class ServerChanged(Message, frozen=True, gc=False):
     requeued: int
 
 
+class RouteSoon(Message, frozen=True, gc=False):
+    """Deliver `RouteNow` once, after the requests that come at the same time: somebody has room for them."""
+
+
 class WakeAt(Message, frozen=True, gc=False):
     at: Seconds
 
@@ -308,7 +312,7 @@ DispatcherEvent = (
     | TimerFired
 )
 DispatcherCommand = (
-    SendBlock | CancelTasks | Reply | TakeOffered | BlockFinished | RouterFellBack | ServerChanged | WakeAt
+    SendBlock | CancelTasks | Reply | TakeOffered | BlockFinished | RouterFellBack | ServerChanged | RouteSoon | WakeAt
 )
 ServerEvent = (
     BlockArrived

@@ -78,13 +78,13 @@ class KeyedQueue(Generic[K]):
         self._sequence = sequence = self._sequence + 1
         self._insert(key, (rank, sequence, task, tag))
 
-    def push_all(self, key: K, ranks: Sequence[Seconds], tasks: Sequence[Task], tag: int = 0) -> None:
+    def push_all(self, key: K, ranks: list[Seconds], tasks: Sequence[Task], tag: int = 0) -> None:
         """`push` for tasks that come together, one at least, each with its rank."""
         first = self._sequence + 1
         self._sequence += len(tasks)
         entries = list(zip(ranks, range(first, first + len(tasks)), tasks, repeat(tag), strict=False))
         lane = self._lanes.get(key)
-        in_order = entries == sorted(entries)
+        in_order = ranks == sorted(ranks)
         if lane is None and in_order:
             self._open(key, entries)
         elif lane is not None and in_order and lane.in_order and entries[0] > lane.in_order[-1]:

@@ -29,6 +29,7 @@ from slim_scheduler.core.messages import (
     RequestOffered,
     RouteNow,
     RouterTooSlow,
+    RouteSoon,
     SendBlock,
     TakeOffered,
     TimerFired,
@@ -135,7 +136,6 @@ class Host:
         self.on_take: Callable[[TakeOffered], None] = _nobody_offers
         self._timers = Timers(self.clock, self._fire)
         self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
-        self._routes_soon = False
         self._steps: deque[Callable[[], None]] = deque()
         self._running = False
         fleet.connect(self)
@@ -181,9 +181,6 @@ class Host:
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
         """A request came: taken or refused at once, and decided about with others that come at the same time."""
-        if not self._routes_soon:
-            self._routes_soon = True
-            asyncio.get_running_loop().call_soon(self._go_round)
         self._arrived[request.request_id] = request, items
         self._step(RequestArrived(request))
 
@@ -207,7 +204,6 @@ class Host:
         asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
-        self._routes_soon = False
         self.tell_dispatcher(RouteNow())
 
     def _keep_inputs(self) -> None:
@@ -237,6 +233,8 @@ class Host:
                     self.on_take(command)
                 case CancelTasks():
                     self.later(partial(self.fleet.deliver, command.server, command))
+                case RouteSoon():
+                    asyncio.get_running_loop().call_soon(self._go_round)
                 case WakeAt(at):
                     self._timers.wake(DISPATCHER, at)
         slow = self.router.take_slow()

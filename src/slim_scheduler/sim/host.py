@@ -23,6 +23,7 @@ from slim_scheduler.core.messages import (
     RequestArrived,
     RequestCancelled,
     RouteNow,
+    RouteSoon,
     SendBlock,
     ServerJoined,
     ServerLeft,
@@ -174,6 +175,7 @@ class Simulation:
             CancelTasks: self._send_cancel,
             Reply: self._reply,
             WakeAt: self._wake,
+            RouteSoon: self._route_soon,
         }
         self._begin(joins or {})
 
@@ -313,6 +315,8 @@ class Simulation:
         self._coming -= 1
         self._open += 1
         self._dispatch(event)
+
+    def _route_soon(self, _: RouteSoon) -> None:
         self.agenda.at(self.agenda.now, ROUTE, self._dispatch, ROUTE_NOW)
 
     def _reply(self, command: Reply) -> None:

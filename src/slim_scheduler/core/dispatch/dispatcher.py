@@ -7,6 +7,7 @@ nobody: hosts deliver events and perform commands.
 """
 
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from numpy.random import Generator
@@ -37,6 +38,7 @@ from slim_scheduler.core.messages import (
     RouteNow,
     RouterFellBack,
     RouterTooSlow,
+    RouteSoon,
     SendBlock,
     ServerDraining,
     ServerJoined,
@@ -67,6 +69,7 @@ from slim_scheduler.core.view import Head, ServerView, View
 
 ANSWER_LEAD: Seconds = 0.002  # before its deadline an item on its second pass is answered with its first
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
+ROUTE_SOON = RouteSoon()
 
 
 class _Held(NamedTuple):
@@ -123,8 +126,9 @@ class Dispatcher:
         self._deadlines: list[tuple[Seconds, RequestId]] = []
         self._held: _Held | None = None
         self._fresh = 0  # items that came after the last decision: they do not wait for a server
+        self._routes_soon = False  # has asked for it
         self._key_due: Key
-        self._wake_at = float("inf")
+        self._wake_at = inf
         self._last_block = 0
 
     # ---- what hosts and pages may read
@@ -179,7 +183,7 @@ class Dispatcher:
             case BatchReported():
                 self._collect(event, now)
             case RouteNow():
-                pass
+                self._routes_soon = False
             case RequestArrived():
                 self._arrive(event, now)
                 return False
@@ -209,22 +213,28 @@ class Dispatcher:
 
     def pending(self, now: Seconds) -> View | None:
         """The next decision that is due, about the oldest task's key. None: nothing waits, or nobody has credit."""
-        fifo, fleet = self._fifo, self._fleet
         self._fresh = 0
-        while fleet.any_available():
-            key = fifo.head()
-            if key is None:
-                return None
+        while (key := self._next_key()) is not None:
             held, self._held = self._held, None
-            server = fleet.views.get(held.decision.server) if held is not None else None
-            if held is None or server is None or not server.in_service or not self._still_for(key, held):
+            if held is None:
                 self._key_due = key
                 return self._view(key, now)
-            if not server.available:
-                self._held = held
-                return None
             self._send(key, held.decision, held.router, now)
         return None
+
+    def _next_key(self) -> Key | None:
+        """The oldest task's key. None: nothing waits, nobody has credit, or the decision about it is held for a server
+        that has none. A held decision that is void goes."""
+        if not self._fleet.any_available():
+            return None
+        key, held = self._fifo.head(), self._held
+        if key is None or held is None:
+            return key
+        if not self._stands(held, key):
+            self._held = None
+        elif not self._fleet.views[held.decision.server].available:
+            return None
+        return key
 
     def decide(self, view: View) -> Decision:
         """Asks the router about the pending view and sends the block, or holds it for the server it chose."""
@@ -288,7 +298,11 @@ class Dispatcher:
             heappush(self._deadlines, (request.deadline, request.request_id))
         for flight in ledger.admit(request):
             self._fifo.enter(flight, 0, now)
-        self._fresh += len(request.items)
+        if self._next_key() is not None:  # else what frees a server routes
+            self._fresh += len(request.items)
+            if not self._routes_soon:
+                self._routes_soon = True
+                self._commands.append(ROUTE_SOON)
 
     # ---- routing
 
@@ -298,10 +312,13 @@ class Dispatcher:
         reason = f"took {took * 1e3:.1f} ms, limit {self._limits.slow_router * 1e3:g} ms"
         self._commands.append(RouterFellBack(reason, until))
 
-    def _still_for(self, key: Key, held: _Held) -> bool:
-        """Whether the head is the one that was held; another may have come in its place while nobody had credit."""
+    def _stands(self, held: _Held, key: Key) -> bool:
+        """Whether a held decision is for the head, in whose place another may have come, and its server in service."""
         flight = self._ledger.items.get(held.task.item)
-        return held.key == key and flight is not None and flight.waiting and flight.task is held.task
+        if held.key != key or flight is None or flight.task is not held.task:
+            return False
+        server = self._fleet.views.get(held.decision.server)
+        return server is not None and server.in_service
 
     def _view(self, key: Key, now: Seconds) -> View:
         """What the router sees, and whom it may choose."""
@@ -322,7 +339,7 @@ class Dispatcher:
             None if flight.first is None else flight.first.margin,
         )
         if self._router.chooses_full:
-            choices = {name: server for name, server in servers.items() if server.in_service}
+            choices = {name: s for name, s in servers.items() if s.up and s.limit > 0}
         else:
             choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
         ledger = self._ledger
@@ -364,20 +381,23 @@ class Dispatcher:
         settled = self._fleet.settle_all(event.tasks)
         ran: list[ItemFlight] = []
         for sent, tasks in settled:
+            latency, ran_of_block = sent.latency, sent.ran
             for task in tasks:
-                flight = items.get(task.item)
+                item = task.item
+                flight = items.get(item)
                 if flight is None or flight.task is not task:
                     sent.lost += 1  # expired or cancelled while it ran
                     continue
-                flight.widths += width
+                flight.widths = widths = flight.widths + width
                 flight.servers += server
                 flight.home = home
                 flight.compute += seconds
                 if share is not None:
                     flight.energy = share + (flight.energy or 0.0)
-                sent.latency += now - task.entered
-                sent.ran.append((task.item, flight.widths))
+                latency += now - task.entered
+                ran_of_block.append((item, widths))
                 ran.append(flight)
+            sent.latency = latency
         if self._order is not None and ran and ran[0].constraints is None:
             self._order.remaining.ran(event.segment, event.width, len(ran))
         if ran and event.segment < self._shape.segments - 1:
@@ -433,8 +453,10 @@ class Dispatcher:
             if with_answer and not item.has_answer:
                 continue
             assert item.task is not None
-            server = None if item.waiting else self._fleet.server_of(item.task.task_id)
-            if server is not None:
+            server = self._fleet.server_of(item.task.task_id)
+            if server is None:
+                self._fifo.withdraw(item)
+            else:
                 recalled.setdefault(server, []).append(item.task.task_id)
             self._retries.end(item, outcome, now, reason)
         self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
@@ -450,21 +472,23 @@ class Dispatcher:
     def _on_time(self, now: Seconds) -> None:
         if now < self._wake_at - CLOCK_SLACK:
             return  # a timer that an earlier need made superfluous
-        overslept, self._wake_at = now - self._wake_at, float("inf")
+        overslept, self._wake_at = now - self._wake_at, inf
         while self._deadlines and self._deadlines[0][0] <= now:
             self._expire(heappop(self._deadlines)[1], now)
         self._members.look(now, overslept)
         if self._members.hopeless_at <= now:
             reason = f"no server was in service for {self._limits.no_server_timeout:g} s"
-            for flight in [f for f in self._ledger.items.values() if f.waiting]:
+            for flight in self._fleet.unsent(self._ledger.items.values()):
+                self._fifo.withdraw(flight)
                 self._retries.end(flight, Outcome.FAILED, now, reason)
 
     def _arm(self, now: Seconds) -> None:
         """Asks for the next timer. A need that only moved later is found out when the timer fires."""
-        while self._deadlines and self._deadlines[0][1] not in self._ledger.requests:
-            heappop(self._deadlines)  # answered: its deadline needs no timer
-        soonest = self._deadlines[0][0] if self._deadlines else float("inf")
-        if self._wake_at <= soonest and self._wake_at != float("inf"):
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][1] not in self._ledger.requests:
+            heappop(deadlines)  # answered: its deadline needs no timer
+        soonest = deadlines[0][0] if deadlines else inf
+        if self._wake_at <= soonest and self._wake_at != inf:
             return
         at = min(soonest, self._fleet.next_check())
         if self._ledger.items:
@@ -475,7 +499,7 @@ class Dispatcher:
 
     def _look_again(self) -> None:
         """Something may be due earlier than the timer that was asked for."""
-        self._wake_at = float("inf")
+        self._wake_at = inf
 
     # ---- checks
 
@@ -485,6 +509,6 @@ class Dispatcher:
         self._admission.offers.check_invariants()
         self._fifo.check_invariants()
         self._fleet.check_invariants()
-        for flight in self._ledger.items.values():
-            assert flight.task is not None
-            assert flight.waiting or self._fleet.server_of(flight.task.task_id), "an item that is nowhere"
+        unsent = {flight.item for flight in self._fleet.unsent(self._ledger.items.values())}
+        assert unsent == self._fifo.items_waiting(), "an item that is nowhere, or twice"
+        assert self._routes_soon or self._next_key() is None, "a task waits although somebody has credit"

@@ -73,32 +73,32 @@ class GlobalFifo:
                 self.enter(flight, done + 1, now)
         self._wait_together(key, ranks, tasks)
 
-    def _wait_together(self, key: Key, ranks: Sequence[Seconds], tasks: Sequence[Task]) -> None:
+    def _wait_together(self, key: Key, ranks: list[Seconds], tasks: list[Task]) -> None:
         if tasks:
             self._queue.push_all(key, ranks, tasks)
             self.per_segment[key[0]] += len(tasks)
 
     def _next_task(self, flight: ItemFlight, segment: int, entered: Seconds) -> tuple[Task, Seconds]:
         """The task, and its rank among those that wait."""
-        request = flight.request.request
-        self._last_task += 1
+        request, widths = flight.request.request, flight.widths
+        self._last_task = number = self._last_task + 1
         arrival = None if self._reentry_back else request.arrival
         if self._order is not None:
             arrival = self._order.counts_from(flight, segment, entered if arrival is None else arrival)
-        flight.waiting = True
+        priority = request.priority
         task = flight.task = Task(
-            self._last_task,
+            number,
             flight.item,
             segment,
-            flight.widths[-1] if flight.widths else None,
+            widths[-1] if widths else None,
             flight.home,
             entered,
             request.deadline,
-            request.priority,
+            priority,
             arrival,
             flight.first is not None,
         )
-        return task, (entered if arrival is None else arrival) + self._priority_aging * request.priority
+        return task, (entered if arrival is None else arrival) + self._priority_aging * priority
 
     def withdraw(self, flight: ItemFlight) -> None:
         """Takes out an item's waiting task."""
@@ -106,7 +106,6 @@ class GlobalFifo:
         assert task is not None
         self._queue.remove(self._key(flight, task), task.task_id)
         self.per_segment[task.segment] -= 1
-        flight.waiting = False
 
     def head(self) -> Key | None:
         """The oldest task's key, or None; continuing tasks only while activations are at their limit."""
@@ -122,25 +121,23 @@ class GlobalFifo:
     def take(self, key: Key, limit: int) -> tuple[Task, ...]:
         """Removes the first tasks of a key, which are then on their way."""
         tasks = tuple([entry[2] for entry in self._queue.take(key, limit)])
-        flights = [self._items[task.item] for task in tasks]
         self.per_segment[key[0]] -= len(tasks)
-        for flight in flights:
-            flight.waiting = False
         if key[0] == 0:  # room for what it will leave behind, at the widest it may run
-            self._hold_all(flights, self._reserve)
+            self._hold_all([self._items[task.item] for task in tasks], self._reserve)
         return tasks
 
     def let_go(self, flight: ItemFlight) -> None:
         """The item holds no activation any more."""
-        self._hold_all((flight,), 0)
+        self._activation_bytes -= flight.held
+        flight.held = 0
+
+    def items_waiting(self) -> set[ItemId]:
+        return {entry[2].item for _, entry in self._queue.entries()}
 
     def check_invariants(self) -> None:
         self._queue.check_invariants()
-        waiting = {entry[2].task_id for _, entry in self._queue.entries()}
-        for flight in self._items.values():
-            assert flight.task is not None
-            assert (flight.task.task_id in waiting) == flight.waiting, "waiting flag"
-        assert len(waiting) == sum(f.waiting for f in self._items.values()), "a task without its item"
+        for _, entry in self._queue.entries():
+            assert self._items[entry[2].item].task is entry[2], "a task without its item"
         assert sum(self.per_segment) == len(self._queue), "waiting per segment"
         assert self._activation_bytes == sum(f.held for f in self._items.values()) >= 0, "activation bytes"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from slim_scheduler.core.dispatch.items import ItemFlight
 from slim_scheduler.core.dispatch.outliers import OutlierLimits, Outliers
 from slim_scheduler.core.messages import BlockFinished
 from slim_scheduler.core.types import (
@@ -201,6 +202,10 @@ class Fleet:
     def server_of(self, task_id: TaskId) -> ServerName | None:
         found = self._sent.get(task_id)
         return found[0].block.server if found else None
+
+    def unsent(self, flights: Iterable[ItemFlight]) -> list[ItemFlight]:
+        """Those of which no task is on its way or at a server: they wait."""
+        return [flight for flight in flights if flight.task is not None and flight.task.task_id not in self._sent]
 
     def unsettled(self, name: ServerName) -> list[TaskId]:
         return [task for task, (sent, _) in self._sent.items() if sent.block.server == name]

@@ -48,7 +48,6 @@ class ItemFlight(msgspec.Struct, eq=False):
     servers: tuple[ServerName, ...] = ()
     home: ServerName | None = None
     task: Task | None = None
-    waiting: bool = False
     compute: Seconds = 0.0
     energy: Joules | None = None
     retries: int = 0
@@ -127,47 +126,58 @@ class Ledger:
 
         Whose second pass did not come to its end is answered with the first, unless nobody waits for that.
         """
-        owner, other = flight.request, flight.first
-        ran = Pass(flight.widths, flight.servers, margin, flight.compute, flight.energy)
-        passes = 1 if other is None else 2
-        if other is not None:
-            energy = _difference(ran.energy, other.energy)
-            ran = msgspec.structs.replace(ran, compute=ran.compute - other.compute, energy=energy)
-            if outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and flight.has_answer:
-                outcome, reason, passes, ran, other = Outcome.ANSWERED, "", 1, other, ran
-        del self.items[flight.item], owner.items[flight.item]
+        owner, item, compute = flight.request, flight.item, flight.compute
+        request = owner.request
+        queued = now - request.arrival - compute
+        if flight.first is None:
+            servers, energy = flight.servers, flight.energy
+            end = ItemOutcome(item, outcome, flight.widths, servers, queued, compute, energy, reason, 1, margin)
+        else:
+            end = _of_two_passes(flight, flight.first, outcome, queued, reason, margin)
+            outcome = end.outcome
+        del self.items[item], owner.items[item]
         self.item_outcomes[outcome] += 1
-        queued = now - owner.request.arrival - flight.compute
-        owner.outcomes.append(
-            ItemOutcome(
-                flight.item,
-                outcome,
-                ran.widths,
-                ran.servers,
-                queued,
-                flight.compute,
-                flight.energy,
-                reason,
-                passes,
-                ran.margin,
-                *((other.widths, other.compute, other.energy, other.margin) if other is not None else ()),
-            )
-        )
+        ended = owner.outcomes
+        ended.append(end)
         if owner.items:
             return None
-        del self.requests[owner.request.request_id]
-        ended = owner.outcomes
+        del self.requests[request.request_id]
         worst = ended[-1]
         if len(ended) > 1:
             worst = next((end for end in ended if end.outcome is not Outcome.ANSWERED), worst)
             ended.sort(key=_item_id)
         self.request_outcomes[worst.outcome] += 1
-        return Reply(owner.request.request_id, worst.outcome, tuple(ended), worst.reason)
+        return Reply(request.request_id, worst.outcome, tuple(ended), worst.reason)
 
     def check_invariants(self) -> None:
         for totals in self.counts().values():
             assert totals["received"] == sum(v for k, v in totals.items() if k != "received"), f"conservation: {totals}"
         assert sum(len(r.items) for r in self.requests.values()) == len(self.items), "an item without its request"
+
+
+def _of_two_passes(
+    flight: ItemFlight, first: Pass, outcome: Outcome, queued: Seconds, reason: str, margin: float | None
+) -> ItemOutcome:
+    compute, energy = flight.compute - first.compute, _difference(flight.energy, first.energy)
+    ran, other, passes = Pass(flight.widths, flight.servers, margin, compute, energy), first, 2
+    if outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and flight.has_answer:
+        outcome, reason, passes, ran, other = Outcome.ANSWERED, "", 1, first, ran
+    return ItemOutcome(
+        flight.item,
+        outcome,
+        ran.widths,
+        ran.servers,
+        queued,
+        flight.compute,
+        flight.energy,
+        reason,
+        passes,
+        ran.margin,
+        other.widths,
+        other.compute,
+        other.energy,
+        other.margin,
+    )
 
 
 def _difference(both: Joules | None, one: Joules | None) -> Joules | None:

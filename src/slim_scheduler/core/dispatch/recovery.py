@@ -42,9 +42,7 @@ class Retries:
     def end(
         self, flight: ItemFlight, outcome: Outcome, now: Seconds, reason: str = "", margin: float | None = None
     ) -> None:
-        """An item's one outcome; its request's reply if it was the last."""
-        if flight.waiting:
-            self._fifo.withdraw(flight)
+        """The one outcome of an item that waits no longer; its request's reply if it was the last."""
         self._fifo.let_go(flight)
         reply = self._ledger.end(flight, outcome, now, reason, margin)
         if reply is not None:
@@ -69,7 +67,7 @@ class Retries:
 
     def lost_with(self, server: ServerName, reason: str, now: Seconds) -> int:
         """Waiting items whose activation lay at a lost server begin again; returns how many."""
-        stranded = [f for f in self._ledger.items.values() if f.waiting and f.home == server]
+        stranded = [f for f in self._fleet.unsent(self._ledger.items.values()) if f.home == server]
         for flight in stranded:
             assert flight.task is not None
             self._fifo.withdraw(flight)

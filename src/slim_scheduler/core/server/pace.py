@@ -4,7 +4,7 @@ A profile is measured before, alone and warm; a serving machine shares its cache
 server compares the batches that it runs with its profile, and routers reckon with the profile times the pace.
 """
 
-from math import exp, log
+from math import exp, inf, log
 
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.server.window import BatchTime
@@ -32,8 +32,8 @@ class Pace:
         self._shared: Seconds = 0.0  # what a batch would have had of the device had it run all the time
         self._settled: Seconds = 0.0  # up to when that is so
         self._took = self._predicted = MEMORY
-        self._steps = 0
-        self.value = 1.0
+        self._slowdown = (0.0, profile.slowdown(0.0))  # a utilisation and what it does: it is sampled now and then
+        self._take_steps(0)
 
     def began(self, batch: Batch, builds: bool, now: Seconds) -> None:
         self._settle(now)
@@ -49,7 +49,7 @@ class Pace:
         if begun is None:
             return
         predicted = self._batch_time(batch.segment, batch.previous_width, batch.width, len(batch.tasks))
-        predicted *= self._profile.slowdown(utilization or 0.0)
+        predicted *= self._slowed(utilization or 0.0)
         left = exp(-predicted / MEMORY)
         self._took = left * self._took + min(self._shared - begun, STALL * self.value * predicted)
         self._predicted = left * self._predicted + predicted
@@ -70,8 +70,17 @@ class Pace:
             self._predicted = MEMORY + kept * (self._predicted - MEMORY)
             self._tell()
 
+    def _slowed(self, utilization: float) -> float:
+        if utilization != self._slowdown[0]:
+            self._slowdown = utilization, self._profile.slowdown(utilization)
+        return self._slowdown[1]
+
     def _tell(self) -> None:
-        steps = log(max(STEP**-MOST, self._took / self._predicted)) / log(STEP)
-        if abs(steps - self._steps) > STAYS:
-            self._steps = min(MOST, round(steps))
-            self.value = STEP**self._steps
+        average = self._took / self._predicted
+        if not self._stays_from <= average <= self._stays_to:
+            self._take_steps(min(MOST, round(log(max(STEP**-MOST, average)) / log(STEP))))
+
+    def _take_steps(self, steps: int) -> None:
+        self.value = STEP**steps
+        self._stays_from = STEP ** (steps - STAYS) if steps > -MOST else 0.0
+        self._stays_to = STEP ** (steps + STAYS) if steps < MOST else inf
