@@ -1,7 +1,5 @@
 """`slim serve` and `slim load`: the server, and load on a running one."""
 
-import json
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +8,7 @@ import typer
 
 from slim_scheduler.cli.family import Labels, Means, Stds, found_here, wishes_of
 from slim_scheduler.cli.options import examples
+from slim_scheduler.cli.terminal import print_json
 
 HTTP_PORT = 8000
 GRPC_PORT = 8001
@@ -82,6 +81,8 @@ def serve(
     With a MODEL or FILEs and no configuration it takes what is here: devices, the fastest engine, a profile that is
     measured once, and a router.
     """
+    import logging
+
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.serve.limits import Limits
     from slim_scheduler.serve.server import serve as run
@@ -145,6 +146,7 @@ def load(
 
     from slim_scheduler.client.client import Constraints
     from slim_scheduler.client.load import load as run
+    from slim_scheduler.run.runs import write_json
     from slim_scheduler.serve.access import token_from_environment
 
     constraints = Constraints(
@@ -168,9 +170,9 @@ def load(
     document = msgspec.to_builtins(result)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(out, document)
     if as_json:
-        print(json.dumps(document, indent=1))
+        print_json(document)
         return
     latency = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in result.latency_s.items() if name != "sd")
     print(f"{result.sent} requests in {result.duration_s:.1f} s: {result.answered} answered, {result.refused} refused, "

@@ -1,6 +1,5 @@
 """What commands print: results on stdout, progress on stderr."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ def console() -> "Console":
 
 
 def print_json(content: Any) -> None:
+    import json
+
     print(json.dumps(content, indent=1))
 
 
