@@ -19,7 +19,7 @@ Key = tuple[int, Width, Width | None, bool]
 BatchTime = Callable[[int, Width | None, Width, int], Seconds]
 
 KNEE = 1.05  # a tile is the smallest batch whose time per task is within so many times the best
-OF_A_PASS = 1.0  # an automatic window: what a pass through the whole network takes in full tiles
+LONGEST_AUTOMATIC: Seconds = 0.05  # of each segment: on slow devices, whose passes take seconds, people would wait
 RATE_MEMORY: Seconds = 0.25  # over which a key's arrivals are averaged
 MARGIN = 1.25  # on the predicted time that a task still needs
 UNHURRIED: Seconds = 1.0  # a task without deadline goes like one whose slack is used up so long after it came
@@ -54,7 +54,8 @@ class _KeyFacts:
 class BatchWindow:
     """Ripeness of every waiting key.
 
-    `window` None: the time of a pass through the network in full tiles, while one more task is to be expected in it.
+    `window` None: the time of a pass through the network in full tiles, 50 ms at most, while one more task is to be
+    expected in it.
     `tile` None: the profile's knee. `batch_time` None, without a profile: a tile is a full batch, and tasks with a
     deadline are not held.
     """
@@ -151,7 +152,8 @@ class BatchWindow:
         window = self._window
         if window is None:
             steps = [(s, width if s else None) for s in range(self._shape.segments)]
-            window = OF_A_PASS * sum([self._batch_time(s, p, width, self._knee(s, p, width)) for s, p in steps])
+            a_pass = sum([self._batch_time(s, p, width, self._knee(s, p, width)) for s, p in steps])
+            window = min(LONGEST_AUTOMATIC, a_pass)
         return _KeyFacts(self._knee(segment, previous, width), window, need)
 
     def _knee(self, segment: int, previous: Width | None, width: Width) -> int:
