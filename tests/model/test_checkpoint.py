@@ -44,6 +44,19 @@ def test_a_loaded_network_computes_what_the_saved_one_did(saved):
     assert loaded.name == "tiny"
 
 
+def test_accuracy_tables_of_other_weights_go_when_a_folder_is_saved_into(folder):
+    tables = [folder / name for name in ("accuracy.parquet", "accuracy_heldout-bf16.parquet")]
+    for table in tables:
+        table.write_bytes(b"measured before")
+    model = checkpoint.load(folder)
+    checkpoint.save(model, folder)
+    assert all(table.is_file() for table in tables), "the weights are the same"
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    checkpoint.save(model, folder)
+    assert not any(table.is_file() for table in tables)
+
+
 def test_the_manifest_gives_the_shape_without_torch(saved):
     manifest = checkpoint.load_manifest(saved[1])
     assert manifest.shape.segments == 2

@@ -1,7 +1,8 @@
 """A network on disk: weights.safetensors and manifest.json in one folder. No pickle, and no fallback.
 
 The manifest says everything that is not a tensor: which class the network is of, by name, the values that build it
-again, and the weights' SHA-256. What does not match is refused before memory is taken for it.
+again, and the weights' SHA-256. A file of the wrong size is refused before it is read, what else does not match before
+the network is built.
 """
 
 import hashlib
@@ -105,11 +106,14 @@ def save(
     std: tuple[float, ...] = (),
     training: Training | None = None,
 ) -> Manifest:
-    """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole.
+    """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole. Accuracy tables
+    of other weights that lie there go.
 
     Defaults: classes are numbered, mean 0 and std 1 per channel. Raises InputError for a class that nobody could
     import by name, or that does not build the same network again.
     """
+    from slim_scheduler.setup.accuracy_files import tables_in
+
     folder = Path(folder)
     name = folder.resolve().name
     dtype = DTYPES[training.recipe.weights_dtype if training else "float32"]
@@ -132,9 +136,19 @@ def save(
     _check_sizes(folder, manifest)
     _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
     folder.mkdir(parents=True, exist_ok=True)
+    if not _has_weights(folder, manifest.weights_sha256):
+        for table in tables_in(folder):
+            table.unlink()
     replace_file(folder / WEIGHTS, raw)
     write_manifest(folder, manifest)
     return manifest
+
+
+def _has_weights(folder: Path, sha256: str) -> bool:
+    try:
+        return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() == sha256
+    except FileNotFoundError:
+        return False
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> None:

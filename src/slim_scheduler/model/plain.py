@@ -1,7 +1,7 @@
 """A network of one width made of ordinary torch modules, one per segment: served like any other, at width 1.
 
-A user's class derives from `PlainNetwork`, hands its modules over, and is saved and loaded by its name. Sizes and
-multiply-adds are found by running the modules on torch's `meta` device, which computes shapes and nothing else.
+A user's class derives from `PlainNetwork`, hands its modules over, and is saved and loaded by its name. Shapes are
+found by running the modules; memory and multiply-adds on torch's `meta` device, which computes nothing else.
 """
 
 import copy
@@ -41,6 +41,7 @@ class PlainNetwork(nn.Module):
         self.classes = classes
         self.widths = (ONLY,)
         self._arguments: dict[str, Any]
+        self._shapes: list[tuple[int, ...]] | None = None
         self._costs: list[SegmentCost] | None = None
 
     @classmethod
@@ -63,7 +64,12 @@ class PlainNetwork(nn.Module):
         return x
 
     def activation_shape(self, segment: int, width: float) -> tuple[int, ...]:
-        return self._cost(segment).output_shape
+        if self._shapes is None:
+            self._shapes = _shapes(self.parts, self.item_shape)
+            last = self._shapes[-1]
+            if last != (self.classes,):
+                raise InputError(f"the last segment gives {last} per item, {self.classes} classes need one number each")
+        return self._shapes[segment]
 
     def macs(self, segment: int, previous_width: float | None, width: float) -> int:
         return self._cost(segment).macs
@@ -82,9 +88,6 @@ class PlainNetwork(nn.Module):
     def _cost(self, segment: int) -> "SegmentCost":
         if self._costs is None:
             self._costs = _costs(self.parts, self.item_shape)
-            last = self._costs[-1].output_shape
-            if last != (self.classes,):
-                raise InputError(f"the last segment gives {last} per item, {self.classes} classes need one number each")
         return self._costs[segment]
 
 
@@ -125,10 +128,22 @@ class PlainSlice:
 
 
 class SegmentCost:
-    """Of one item in one segment: its output's shape, its multiply-adds, and the most temporary bytes at one time."""
+    """Of one item in one segment: its multiply-adds, and the most temporary bytes at one time."""
 
-    def __init__(self, output_shape: tuple[int, ...], macs: int, workspace_bytes: int) -> None:
-        self.output_shape, self.macs, self.workspace_bytes = output_shape, macs, workspace_bytes
+    def __init__(self, macs: int, workspace_bytes: int) -> None:
+        self.macs, self.workspace_bytes = macs, workspace_bytes
+
+
+def _shapes(parts: Iterable[nn.Module], item_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Each segment's output for one item: run where its weights are, because the first run on `meta` takes a second."""
+    x = torch.zeros((1, *item_shape))
+    shapes = []
+    with torch.no_grad():
+        for part in parts:
+            weights = next(part.parameters(), x)
+            x = copy.deepcopy(part).eval()(x.to(weights.device, weights.dtype))
+            shapes.append(tuple(x.shape[1:]))
+    return shapes
 
 
 def _costs(parts: Iterable[nn.Module], item_shape: tuple[int, ...]) -> list[SegmentCost]:
@@ -139,7 +154,7 @@ def _costs(parts: Iterable[nn.Module], item_shape: tuple[int, ...]) -> list[Segm
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter, _LiveBytes() as live:
             x = module(x)
-        costs.append(SegmentCost(tuple(x.shape[1:]), counter.get_total_flops() // 2, live.most))
+        costs.append(SegmentCost(counter.get_total_flops() // 2, live.most))
     return costs
 
 

@@ -117,9 +117,9 @@ async def running(
         try:
             yield Ports(http, rpc, management, management_rpc)
         finally:
-            log.info("draining: not ready, serving on for %g s", drain_delay_s)
             service.drain()
-            if drain_delay_s:
+            if drain_delay_s and not (hurry is not None and hurry.is_set()):
+                log.info("draining: not ready, serving on for %g s", drain_delay_s)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for((hurry or asyncio.Event()).wait(), drain_delay_s)
             log.info("ending: %d requests in flight", service.in_flight)

@@ -43,6 +43,12 @@ def table_file(split: str, precision: str = "fp32") -> str:
     return name if precision == "fp32" else name.replace(".parquet", f"-{precision}.parquet")
 
 
+def tables_in(folder: Path) -> list[Path]:
+    """Those of every split and precision that are there."""
+    paths = [folder / table_file(split, precision) for split in TABLE_FILES for precision in PRECISIONS]
+    return [path for path in paths if path.is_file()]
+
+
 def accuracy_path(config: Config, split: str = "test") -> Path:
     """The table of what a configuration's servers get right: in the least of their precisions, where it was measured,
     else in fp32. It need not exist."""
