@@ -9,6 +9,7 @@ from slim_scheduler.core.messages import (
     Reply,
     RequestArrived,
     RouteNow,
+    RouteSoon,
     SendBlock,
     ServerJoined,
     ServerReported,
@@ -100,7 +101,8 @@ def request(
 
 def arrive(made: Dispatcher, event: RequestArrived, now: float):
     """A request that comes alone."""
-    return made.handle(event, now) + made.handle(RouteNow(), now)
+    commands = made.handle(event, now)
+    return commands + (made.handle(RouteNow(), now) if RouteSoon() in commands else [])
 
 
 def report(server: str, at: float, incarnation: int = 0, open_blocks: tuple[int, ...] = ()) -> ServerReported:

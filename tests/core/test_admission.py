@@ -62,7 +62,7 @@ def test_servers_can_do_at_least_what_they_do():
     assert admission.refuse(request(now + 0.5), 5, 5, 100, now) is None  # 100 items take 0.1 s, not 1 s
 
 
-def test_what_came_since_the_last_decision_is_not_held_up():
+def test_nothing_is_refused_for_its_deadline_while_nothing_is_held_up():
     admission = Admission(SHAPE, 1000, None)
     now = answered_for(admission, 1.0, waiting=5)
     assert admission.refuse(request(now + 0.01), 50, 0, 900, now) is None

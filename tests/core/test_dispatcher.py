@@ -20,9 +20,9 @@ from tests.core.networks import Scripted, arrive, dispatcher, done, jsq, only, r
 
 def test_requests_that_come_together_are_decided_about_together():
     made = dispatcher()
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         assert not sent(made.handle(request(number), 0.0))
-    block = sent(arrive(made, request(4), 0.0))[0]
+    block = sent(made.handle(RouteNow(), 0.0))[0]
     assert [task.item for task in block.tasks] == [request(n).request.items[0] for n in (1, 2, 3, 4)]
 
 
@@ -31,8 +31,10 @@ def test_routing_is_asked_for_once_and_only_where_a_server_has_room():
     first, second = made.handle(request(1), 0.0), made.handle(request(2), 0.0)
     assert RouteSoon() in first
     assert RouteSoon() not in second
+    assert made.held_up == 0, "both are routed soon"
     (block,) = sent(made.handle(RouteNow(), 0.0))
     assert made.handle(request(3), 0.1) == [], "the server is full: what frees it routes"
+    assert made.held_up == 1
     assert sent(made.handle(done(block, 1.0, 0.5), 1.0))
 
 

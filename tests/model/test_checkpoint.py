@@ -3,12 +3,16 @@
 import json
 import shutil
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import CheckpointError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.slim_resnet import SlimResNet
+from slim_scheduler.setup.accuracy_files import write_accuracy
 from tests.model.test_slices import TWO_SEGMENTS
 
 
@@ -44,17 +48,36 @@ def test_a_loaded_network_computes_what_the_saved_one_did(saved):
     assert loaded.name == "tiny"
 
 
-def test_accuracy_tables_of_other_weights_go_when_a_folder_is_saved_into(folder):
-    tables = [folder / name for name in ("accuracy.parquet", "accuracy_heldout-bf16.parquet")]
-    for table in tables:
-        table.write_bytes(b"measured before")
-    model = checkpoint.load(folder)
-    checkpoint.save(model, folder)
-    assert all(table.is_file() for table in tables), "the weights are the same"
+def test_accuracy_tables_go_when_another_network_is_saved_into_their_folder(folder):
+    def measured(sha256):
+        right = {(1.0, 1.0): np.array([True, False])}
+        table = AccuracyTable(right, split="test", data="none", weights_sha256=sha256,
+                              margins={(1.0, 1.0): np.array([0.5, 0.25], np.float16)})  # fmt: skip
+        write_accuracy(table, folder / "accuracy.parquet")
+
+    model, before = checkpoint.load(folder), checkpoint.load_manifest(folder)
+    checkpoint.write_manifest(folder, msgspec.structs.replace(before, accuracy={"test": {"1/1": 0.5}}))
+    same = {"classes": before.classes, "mean": before.mean, "std": before.std}
+
+    measured(before.weights_sha256)
+    checkpoint.save(model, folder, **same)
+    assert (folder / "accuracy.parquet").is_file(), "the network is the same"
+    assert checkpoint.load_manifest(folder).accuracy == {"test": {"1/1": 0.5}}
+
+    measured("of weights before")
+    checkpoint.save(model, folder, **same)
+    assert not (folder / "accuracy.parquet").is_file()
+
+    measured(before.weights_sha256)
+    checkpoint.save(model, folder, **{**same, "std": (0.3,)})
+    assert not (folder / "accuracy.parquet").is_file(), "it answers otherwise"
+
+    measured(before.weights_sha256)
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    checkpoint.save(model, folder)
-    assert not any(table.is_file() for table in tables)
+    checkpoint.save(model, folder, **{**same, "std": (0.3,)})
+    assert not (folder / "accuracy.parquet").is_file()
+    assert checkpoint.load_manifest(folder).accuracy == {}
 
 
 def test_the_manifest_gives_the_shape_without_torch(saved):

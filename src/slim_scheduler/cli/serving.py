@@ -146,7 +146,6 @@ def load(
 
     from slim_scheduler.client.client import Constraints
     from slim_scheduler.client.load import load as run
-    from slim_scheduler.run.runs import write_json
     from slim_scheduler.serve.access import token_from_environment
 
     constraints = Constraints(
@@ -169,6 +168,8 @@ def load(
     )
     document = msgspec.to_builtins(result)
     if out is not None:
+        from slim_scheduler.run.runs import write_json
+
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, document)
     if as_json:

@@ -381,7 +381,7 @@ class SlimEngine:
 
     @property
     def held_up(self) -> int:
-        """Tasks that no server had credit for at the last decision."""
+        """Tasks that no server has credit for."""
         return self._host.dispatcher.held_up
 
     @property
@@ -410,6 +410,7 @@ class SlimEngine:
         if not self._stopping or self._waiting:
             self._sample_later(at)
         self.fleet.sample()
+        self._host.run()  # what came while nobody had room is stored
 
 
 def _cluster_fleet(address: str) -> Callable[[FleetParts], LiveFleet]:

@@ -32,6 +32,7 @@ MOST_MANIFEST_BYTES = 4 << 20
 HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near this size
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NETWORKS = {"slim-resnet": "slim_scheduler.model.slim_resnet:SlimResNet"}
+ANSWERS = ("network", "architecture", "mean", "std", "weights_sha256")  # of a manifest: what answers hang on
 GROUP = "slim_scheduler.networks"  # of entry points, through which a package offers a network
 
 
@@ -107,12 +108,12 @@ def save(
     training: Training | None = None,
 ) -> Manifest:
     """Writes both files; the manifest last, so that an interruption leaves no folder that looks whole. Accuracy tables
-    of other weights that lie there go.
+    that lie there go, unless they are of a network that answers the same.
 
     Defaults: classes are numbered, mean 0 and std 1 per channel. Raises InputError for a class that nobody could
     import by name, or that does not build the same network again.
     """
-    from slim_scheduler.setup.accuracy_files import tables_in
+    from slim_scheduler.setup.accuracy_files import tables_in, weights_of
 
     folder = Path(folder)
     name = folder.resolve().name
@@ -125,7 +126,7 @@ def save(
         format=FORMAT,
         network=name_of(type(model), GROUP, NETWORKS),
         shape=shape,
-        architecture=msgspec.to_builtins(model.architecture()),
+        architecture=msgspec.json.decode(msgspec.json.encode(model.architecture())),  # as it is read again
         classes=classes or tuple(str(label) for label in range(model.classes)),
         mean=mean or (0.0,) * channels,
         std=std or (1.0,) * channels,
@@ -136,19 +137,23 @@ def save(
     _check_sizes(folder, manifest)
     _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
     folder.mkdir(parents=True, exist_ok=True)
-    if not _has_weights(folder, manifest.weights_sha256):
-        for table in tables_in(folder):
-            table.unlink()
+    before = _manifest_or_none(folder)
+    same = before is not None and all(getattr(before, name) == getattr(manifest, name) for name in ANSWERS)
+    if before is not None and same:
+        manifest = msgspec.structs.replace(manifest, accuracy=before.accuracy, confidence=before.confidence)
     replace_file(folder / WEIGHTS, raw)
     write_manifest(folder, manifest)
+    for table in tables_in(folder):
+        if not same or weights_of(table) != manifest.weights_sha256:
+            table.unlink()
     return manifest
 
 
-def _has_weights(folder: Path, sha256: str) -> bool:
+def _manifest_or_none(folder: Path) -> Manifest | None:
     try:
-        return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() == sha256
-    except FileNotFoundError:
-        return False
+        return load_manifest(folder)
+    except CheckpointError:
+        return None
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -65,10 +66,12 @@ class PlainNetwork(nn.Module):
 
     def activation_shape(self, segment: int, width: float) -> tuple[int, ...]:
         if self._shapes is None:
-            self._shapes = _shapes(self.parts, self.item_shape)
-            last = self._shapes[-1]
-            if last != (self.classes,):
-                raise InputError(f"the last segment gives {last} per item, {self.classes} classes need one number each")
+            shapes = _shapes(self.parts, self.item_shape)
+            if shapes[-1] != (self.classes,):
+                raise InputError(
+                    f"the last segment gives {shapes[-1]} per item, {self.classes} classes need one number each"
+                )
+            self._shapes = shapes
         return self._shapes[segment]
 
     def macs(self, segment: int, previous_width: float | None, width: float) -> int:
@@ -140,8 +143,8 @@ def _shapes(parts: Iterable[nn.Module], item_shape: tuple[int, ...]) -> list[tup
     shapes = []
     with torch.no_grad():
         for part in parts:
-            weights = next(part.parameters(), x)
-            x = copy.deepcopy(part).eval()(x.to(weights.device, weights.dtype))
+            kept = next(filter(Tensor.is_floating_point, chain(part.parameters(), part.buffers())), x)
+            x = copy.deepcopy(part).eval()(x.to(kept.device, kept.dtype))
             shapes.append(tuple(x.shape[1:]))
     return shapes
 

@@ -49,6 +49,14 @@ def tables_in(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+def weights_of(path: Path) -> str | None:
+    """SHA-256 of the weights that a table was measured with; None where it does not say so."""
+    try:
+        return msgspec.json.decode(pq.read_schema(path).metadata[METADATA], type=_Label).weights_sha256
+    except (pa.ArrowException, msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
 def accuracy_path(config: Config, split: str = "test") -> Path:
     """The table of what a configuration's servers get right: in the least of their precisions, where it was measured,
     else in fp32. It need not exist."""

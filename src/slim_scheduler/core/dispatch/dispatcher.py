@@ -125,8 +125,8 @@ class Dispatcher:
         self._members = Membership(limits, self._fleet, self._retries, tell, self._look_again)
         self._deadlines: list[tuple[Seconds, RequestId]] = []
         self._held: _Held | None = None
-        self._fresh = 0  # items that came after the last decision: they do not wait for a server
-        self._routes_soon = False  # has asked for it
+        self._fresh = 0  # items that came while somebody had room, and are routed soon
+        self._routes_soon = False  # `RouteNow` was asked for and has not come
         self._key_due: Key
         self._wake_at = inf
         self._last_block = 0
@@ -143,7 +143,7 @@ class Dispatcher:
 
     @property
     def held_up(self) -> int:
-        """Tasks that were there at the last decision: no server had credit for them."""
+        """Tasks that no server has credit for; not those that came while one had, which are routed soon."""
         return len(self._fifo) - self._fresh
 
     @property
@@ -155,10 +155,6 @@ class Dispatcher:
         """Whether an item is on its second pass."""
         flight = self._ledger.items.get(item)
         return flight is not None and flight.first is not None
-
-    @property
-    def segments(self) -> int:
-        return self._shape.segments
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -339,7 +335,7 @@ class Dispatcher:
             None if flight.first is None else flight.first.margin,
         )
         if self._router.chooses_full:
-            choices = {name: s for name, s in servers.items() if s.up and s.limit > 0}
+            choices = {name: server for name, server in servers.items() if server.in_service}
         else:
             choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
         ledger = self._ledger
@@ -511,4 +507,6 @@ class Dispatcher:
         self._fleet.check_invariants()
         unsent = {flight.item for flight in self._fleet.unsent(self._ledger.items.values())}
         assert unsent == self._fifo.items_waiting(), "an item that is nowhere, or twice"
+        held = self._held
         assert self._routes_soon or self._next_key() is None, "a task waits although somebody has credit"
+        self._held = held

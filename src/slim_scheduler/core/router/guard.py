@@ -29,10 +29,6 @@ class GuardedRouter:
         self._rng = rng
         self._suspended_until = float("-inf")
 
-    @property
-    def name(self) -> str:
-        return self._router.name
-
     def suspend(self, until: Seconds) -> None:
         self._suspended_until = until
 

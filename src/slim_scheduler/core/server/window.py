@@ -19,7 +19,7 @@ Key = tuple[int, Width, Width | None, bool]
 BatchTime = Callable[[int, Width | None, Width, int], Seconds]
 
 KNEE = 1.05  # a tile is the smallest batch whose time per task is within so many times the best
-LONGEST_AUTOMATIC: Seconds = 0.05  # of each segment: on slow devices, whose passes take seconds, people would wait
+LONGEST_AUTOMATIC: Seconds = 0.05  # of each segment: on slow devices a pass takes a second (lab/2026-11-windows.md)
 RATE_MEMORY: Seconds = 0.25  # over which a key's arrivals are averaged
 MARGIN = 1.25  # on the predicted time that a task still needs
 UNHURRIED: Seconds = 1.0  # a task without deadline goes like one whose slack is used up so long after it came
