@@ -1,5 +1,6 @@
 """What commands print and write, as a user would run them."""
 
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,15 @@ def test_simulate_writes_record_summary_and_configuration(slim: Slim, tmp_path: 
     assert summary["items_completed"] == summary["items_arrived"] > 50
     assert summary["accuracy"] > 0.9
     assert read_record(tmp_path).info.seed == 3
+
+
+def test_a_command_runs_with_garbage_collection(slim: Slim) -> None:
+    gc.disable()
+    try:
+        assert slim("simulate", "--config", DEMO, "--help").code == 0
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_the_configuration_as_used_gives_the_same_run_again(slim: Slim, tmp_path: Path) -> None:

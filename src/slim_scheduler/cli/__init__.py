@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad input or configuration (one line on stderr), 130 interrupted (what was done is written).
 """
 
+import gc
 import signal
 import sys
 from typing import Any, NoReturn
@@ -21,6 +22,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def begin() -> None:
+    gc.enable()  # a command runs; __main__ says why it is off
+
+
 comparing.add_demo(app)
 model.add(app)
 family.add(app)
