@@ -110,7 +110,7 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     from slim_scheduler.training.environment import ClusterEnv
-    from slim_scheduler.training.ppo import EPOCHS, GAE_LAMBDA, HIDDEN, MINIBATCH
+    from slim_scheduler.training.ppo import EPOCHS, GAE_LAMBDA, HIDDEN, MINIBATCH, MINIBATCHES
 
     training = config.training
     reached = _Reached(goal)
@@ -156,7 +156,7 @@ def _theirs(config: Config, goal: float) -> tuple[float, float | None]:
             "MlpPolicy",
             envs,
             n_steps=ROLLOUT,
-            batch_size=MINIBATCH,
+            batch_size=min(MINIBATCH, ENVS * ROLLOUT // MINIBATCHES),
             n_epochs=EPOCHS,
             learning_rate=training.learning_rate,
             gae_lambda=GAE_LAMBDA,

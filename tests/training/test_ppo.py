@@ -16,6 +16,7 @@ from slim_scheduler.training.ppo import (
     clipped_surrogate,
     entropies,
     joint_log_prob,
+    minibatches,
     mixed,
     planned_server,
     planned_width,
@@ -231,3 +232,10 @@ def test_a_two_armed_bandit_is_solved(kind: str):
     best = [int(head[0].argmax()) for head in out[:3]]
     assert best == [1, 1, 0]
     assert torch.softmax(out.server, 1)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(("count", "parts"), [(3, 3), (1024, 4), (4096, 4), (8192, 8)])
+def test_small_updates_have_several_gradient_steps_per_epoch(count: int, parts: int) -> None:
+    rows = minibatches(count, 1024, np.random.default_rng(0))
+    assert len(rows) == parts
+    assert sorted(torch.cat(rows).tolist()) == list(range(count))
