@@ -6,7 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slim_scheduler.core.messages import BatchDone, InstanceUnloaded, Reply, RequestCancelled, RequestOffered, WakeAt
+from slim_scheduler.core.messages import (
+    BatchDone,
+    InstanceUnloaded,
+    OfferRepeated,
+    Reply,
+    RequestCancelled,
+    RequestOffered,
+    WakeAt,
+)
 from slim_scheduler.core.server.scheduler import RETURN
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
@@ -108,12 +116,14 @@ async def test_a_replay_sees_every_refusal_of_what_a_front_end_had_read(tmp_path
     taken: list[int] = []
     async with engine_of(config, seed=7, recorder=recorder) as engine:
         engine.on_take(lambda command: taken.extend(command.requests))
-        offers = {}
+        offers, repeated = {}, 0
         for turn in range(30):
             for number in range(12):
                 offer = engine.offer(1, deadline_s=(None, 0.05, 5.0)[number % 3], waited=0.01 * (number % 4))
                 if offer.refused is None:
                     offers[offer.request_id] = offer
+                else:
+                    repeated += engine.refuse_again(offer)
             for offer in list(offers.values())[:: 7 + turn]:
                 engine.withdraw(offer)
             engine.turn_front(load=0.9 if turn % 2 else 0.1, after_pause=turn % 4 == 3)
@@ -124,9 +134,11 @@ async def test_a_replay_sees_every_refusal_of_what_a_front_end_had_read(tmp_path
     recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router="jsq:0.5", seed=7))
     machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
     machines["dispatcher"] = build_dispatcher(live, SHAPE, "jsq:0.5", None, 7)
-    refused = 0
+    refused, seen = 0, 0
     for machine, now, event, commands in replay_steps(read_record(tmp_path / "record.parquet")):
         assert machines[machine].handle(event, now) == commands, f"{machine} at {now}: {event}"
         refused += isinstance(event, RequestOffered) and any(isinstance(command, Reply) for command in commands)
+        seen += isinstance(event, OfferRepeated)
     assert refused > 0
+    assert seen == repeated > 0
     assert machines["dispatcher"].counts == counts

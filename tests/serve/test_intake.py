@@ -12,7 +12,7 @@ import pytest
 from slim_scheduler.client.client import Constraints, infer_body
 from slim_scheduler.core.dispatch.admission import DEADLINE_SHARE
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.engine import SlimEngine
+from slim_scheduler.engine.engine import Offer, SlimEngine
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.http.front import INFER, HttpFront
 from slim_scheduler.serve.http.request import HttpRequest
@@ -45,11 +45,9 @@ def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyn
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
-    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % length}
-    front.take(
-        client,
-        HttpRequest("POST", path=path, infer=INFER.fullmatch(path), headers=headers, body=body, read=time.monotonic()),
-    )
+    path, read = "/v2/models/digits/infer", time.monotonic()
+    request = HttpRequest("POST", path=path, infer=INFER.fullmatch(path), json_length=length, body=body, read=read)
+    front.take(client, request)
     return client.answered
 
 
@@ -92,6 +90,37 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
     for unit, size in (("requests", 1), ("items", 2)):
         found = {outcome: count / size for outcome, count in counts[unit].items() if count}
         assert found == {"received": 10, "answered": 8, "rejected": 2}
+
+
+async def test_the_like_of_a_refused_request_is_refused_and_counted_until_something_happens(service, images):
+    nothing: Any = None
+    front = HttpFront(service, nothing, Limits(), nothing)
+    served = service.repository.served["digits"]
+    again: list[bool] = []
+    refuse_again = served.engine.refuse_again
+
+    def noted(offer: Offer) -> bool:
+        again.append(refuse_again(offer))
+        return again[-1]
+
+    served.engine.refuse_again = noted
+
+    def asking(deadline_ms: float | None, items: int = 2) -> asyncio.Future[int]:
+        return ask(front, images[:items], Constraints(deadline_ms=deadline_ms))
+
+    first = asking(None)
+    time.sleep(1.2 * DEADLINE_SHARE * 2.0)
+    late = [asking(2000.0) for _ in range(4)]
+    assert again == [True] * 3, "the first was offered"
+    assert asking(2000.0, items=1).result() == 503, "another size"
+    assert asking(60_000.0).done() is False, "another deadline"
+    assert [answer.result() for answer in [*late, asking(2000.0)]] == [503] * 5
+    assert await first == 200
+    assert await asking(2000.0) == 200, "what waited was answered"
+    assert again == [True] * 3 + [False], "the last was offered"
+    assert sum(served.observer.request_seconds[Outcome.REJECTED].buckets) == 6
+    found = {outcome: count for outcome, count in served.engine.counts["requests"].items() if count}
+    assert found == {"received": 9, "answered": 3, "rejected": 6}
 
 
 @pytest.mark.timeout(60)

@@ -54,6 +54,14 @@ class RequestOffered(Message, frozen=True, gc=False):
     request: Request
 
 
+class OfferRepeated(Message, frozen=True, gc=False):
+    """One more request like the one that was refused last, of so many items, was read, and nothing but such requests
+    has come since: it is refused too. Beyond the peak most are, and to make each of them a request costs twice this.
+    """
+
+    items: int
+
+
 class OfferWithdrawn(Message, frozen=True, gc=False):
     """A request that was offered will not arrive."""
 
@@ -299,6 +307,7 @@ DispatcherEvent = (
     RequestArrived
     | RouteNow
     | RequestOffered
+    | OfferRepeated
     | OfferWithdrawn
     | FrontTurned
     | RequestCancelled
@@ -325,6 +334,6 @@ ServerEvent = (
     | DeviceSampled
     | TimerFired
 )
-FRONT_EVENTS = (RequestOffered, OfferWithdrawn, FrontTurned)  # about what waits at a front end, not here
+FRONT_EVENTS = (RequestOffered, OfferRepeated, OfferWithdrawn, FrontTurned)  # about what waits at a front end, not here
 # The host carries the middle three to the dispatcher as they are.
 ServerCommand = StartBatch | LoadInstance | UnloadInstance | BatchReported | TasksReturned | ServerReported | WakeAt

@@ -96,18 +96,28 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     the passes that did not answer, `compute_ms` and `energy_j` are of all.
     """
     items = answer.items
-    energy = [item.energy_j for item in items if item.energy_j is not None]
+    if len(items) == 1:  # as in most requests, where looking over the items costs more than all the rest
+        (item,) = items
+        widths, servers, energy = spelled(item.widths), ",".join(item.servers), item.energy_j
+        queue, compute, passes = item.queue_s, item.compute_s, item.passes
+    else:
+        widths = _either([spelled(item.widths) for item in items])
+        servers = _either([",".join(item.servers) for item in items])
+        energies = [item.energy_j for item in items if item.energy_j is not None]
+        energy = sum(energies) if energies else None
+        queue, compute = max([item.queue_s for item in items]), max([item.compute_s for item in items])
+        passes = max([item.passes for item in items])
     cost: dict[str, str | float] = {
-        "widths": _either([spelled(item.widths) for item in items]),
-        "servers": _either([",".join(item.servers) for item in items]),
-        "queue_ms": round(max([item.queue_s for item in items]) * 1e3, 3),
-        "compute_ms": round(max([item.compute_s for item in items]) * 1e3, 3),
-        "energy_source": answer.energy_source if energy else "none",
+        "widths": widths,
+        "servers": servers,
+        "queue_ms": round(queue * 1e3, 3),
+        "compute_ms": round(compute * 1e3, 3),
+        "energy_source": "none" if energy is None else answer.energy_source,
         "precision": answer.precision,
     }
-    if energy:
-        cost["energy_j"] = sum(energy)
-    cost["passes"] = max([item.passes for item in items])
+    if energy is not None:
+        cost["energy_j"] = energy
+    cost["passes"] = passes
     if answer.confidence:
         cost["confidence"] = round(min(answer.confidence), 4)
     if len(items) > 1:
@@ -118,7 +128,7 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if twice:
         cost["other_widths"] = _either([spelled(item.other_widths) for item in items])
         cost["other_compute_ms"] = round(max([item.other_compute_s for item in twice]) * 1e3, 3)
-        if energy:
+        if energy is not None:
             cost["other_energy_j"] = sum([item.other_energy_j or 0.0 for item in twice])
     if answer.unmet:
         cost["unmet"] = answer.unmet
@@ -167,4 +177,4 @@ def pack_strings(rows: list[list[str]]) -> bytes:
 
 
 def _either(per_item: list[str]) -> str:
-    return per_item[0] if len(per_item) == 1 or len(set(per_item)) == 1 else ";".join(per_item)
+    return per_item[0] if len(set(per_item)) == 1 else ";".join(per_item)

@@ -8,7 +8,7 @@ what the folder holds and never become a path of their own.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MOST_SETS = 1024  # of servers whose precision is remembered
 
 
 Build = Callable[[Config, Observer], "SlimEngine"]
@@ -49,7 +50,7 @@ class Served:
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
         self._precisions_of: Config | None = None
-        self._precisions: dict[ServerName, str] = {}
+        self._precisions: dict[frozenset[ServerName], str] = {}
 
     def counts(self) -> Counts:
         """Totals of requests and items by outcome, over all engines of this model."""
@@ -58,13 +59,18 @@ class Served:
             _add(total, engine.counts)
         return total
 
-    def precision(self, servers: Iterable[ServerName]) -> str:
+    def precision(self, servers: frozenset[ServerName]) -> str:
         """What these servers compute in; several are joined with a plus."""
         config = self.engine.config
-        if config is not self._precisions_of:
+        if config is not self._precisions_of or len(self._precisions) > MOST_SETS:
             self._precisions_of = config
-            self._precisions = {server.name: server.precision for server in config.servers}
-        return "+".join(sorted({self._precisions.get(name, "fp32") for name in servers}))
+            self._precisions = {}
+        found = self._precisions.get(servers)
+        if found is None:
+            by_name = {server.name: server.precision for server in config.servers}
+            found = "+".join(sorted({by_name.get(name, "fp32") for name in servers}))
+            self._precisions[servers] = found
+        return found
 
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""

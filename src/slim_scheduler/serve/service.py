@@ -7,7 +7,7 @@ knows no transport.
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from enum import Enum
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slim_scheduler.core.errors import ConfigError, InputError
-from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome, ServerName
+from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome, Seconds, ServerName
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.encode import Answer, answer_size, spelled
 from slim_scheduler.serve.limits import Limits
@@ -41,6 +41,7 @@ EXTENSIONS = (
 
 
 FLOAT_BYTES = 4  # an element of an input, as the engine keeps it
+JUST_READ: Seconds = 0.001  # what waited longer may be refused for that, which says nothing of others
 
 
 class State(Enum):
@@ -48,6 +49,14 @@ class State(Enum):
     SERVING = "serving"
     DRAINING = "draining"  # not ready, so that nobody new comes; who comes is served
     STOPPING = "stopping"  # new work is refused
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """An offer that was refused just after it was read, and what its client asked for."""
+
+    asked: Asked
+    offer: "Offer"
+    refusal: Refusal
 
 
 class Service:
@@ -68,6 +77,7 @@ class Service:
         self.state = State.STARTING
         self.started = time.monotonic()
         self.in_flight = 0
+        self._refused: Refused | None = None  # last
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -81,6 +91,12 @@ class Service:
         """
         self._check_serving(served)
         waited = time.monotonic() - read
+        last = self._refused
+        if last is not None and last.asked is asked and len(last.offer.items) == items:
+            if served.engine.refuse_again(last.offer):
+                served.observer.finished(Outcome.REJECTED, waited, 0.0)
+                raise last.refusal.with_traceback(None)  # it would keep every place where it was raised
+            self._refused = None
         offer = served.engine.offer(
             items,
             deadline_s=asked.deadline,
@@ -93,7 +109,10 @@ class Service:
         )
         if offer.refused is not None:
             served.observer.finished(Outcome.REJECTED, waited, 0.0)
-            raise Refusal(Kind.UNAVAILABLE, *offer.refused)
+            refusal = Refusal(Kind.UNAVAILABLE, *offer.refused)
+            if waited < JUST_READ:
+                self._refused = Refused(asked, offer, refusal)
+            raise refusal
         return offer
 
     def _check_serving(self, served: Served) -> None:
@@ -131,7 +150,7 @@ class Service:
             confidence = _confidence(served, result.items)
             self._account(served, result.items, confidence)
             assert result.logits is not None
-            servers = {server for item in result.items for server in item.servers}
+            servers = frozenset([server for item in result.items for server in item.servers])
             source = _energy_source(served, servers)
             precision = served.precision(servers)
             return Answer(result.logits, result.items, source, unmet, result.timeline, confidence, precision)
@@ -215,34 +234,37 @@ async def _run(
     asked = call.asked
     if asked.deadline is not None:
         asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
-    result = await _ask(served, call, asked, offer)
-    if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
-        if asked.confidence_floor is not None and not _calibrated(served):
-            return await _ask(served, call, msgspec.structs.replace(asked, confidence_floor=None)), "confidence_floor"
-        if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
-            widest = (max(served.card.widths),) * served.card.segments
-            nearest = msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest)
-            return await _ask(served, call, nearest), "accuracy_floor"
-        if asked.widths is not None:
-            return await _ask(served, call, msgspec.structs.replace(asked, widths=None)), "widths"
-    return result, "widths" if asked.replaced else ""
-
-
-async def _ask(served: Served, call: InferenceCall, asked: Asked, offer: "Offer | None" = None) -> "InferenceResult":
     try:
-        return await served.engine.infer(
-            call.items,
-            deadline_s=asked.deadline,
-            priority=asked.priority,
-            widths=asked.widths,
-            accuracy_floor=asked.accuracy_floor,
-            confidence_floor=asked.confidence_floor,
-            anytime=asked.anytime,
-            timeline=asked.timeline,
-            offer=offer,
-        )
+        result = await _ask(served, call, asked, offer)
+        if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
+            if asked.confidence_floor is not None and not _calibrated(served):
+                nearest = msgspec.structs.replace(asked, confidence_floor=None)
+                return await _ask(served, call, nearest), "confidence_floor"
+            if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
+                widest = (max(served.card.widths),) * served.card.segments
+                nearest = msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest)
+                return await _ask(served, call, nearest), "accuracy_floor"
+            if asked.widths is not None:
+                return await _ask(served, call, msgspec.structs.replace(asked, widths=None)), "widths"
+        return result, "widths" if asked.replaced else ""
     except InputError as error:
         raise invalid(quote(error, 300)) from error
+
+
+def _ask(
+    served: Served, call: InferenceCall, asked: Asked, offer: "Offer | None" = None
+) -> "Coroutine[Any, Any, InferenceResult]":
+    return served.engine.infer(
+        call.items,
+        deadline_s=asked.deadline,
+        priority=asked.priority,
+        widths=asked.widths,
+        accuracy_floor=asked.accuracy_floor,
+        confidence_floor=asked.confidence_floor,
+        anytime=asked.anytime,
+        timeline=asked.timeline,
+        offer=offer,
+    )
 
 
 def _calibrated(served: Served) -> bool:
@@ -268,10 +290,13 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
     return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)
 
 
-def _energy_source(served: Served, servers: set[ServerName]) -> str:
-    views = served.engine.servers
-    reports = [view.report for name in servers if (view := views.get(name)) is not None]
-    return "+".join(sorted({report.energy_source for report in reports if report is not None})) or "none"
+def _energy_source(served: Served, servers: frozenset[ServerName]) -> str:
+    views, sources = served.engine.servers, set()
+    for name in servers:
+        view = views.get(name)
+        if view is not None and view.report is not None:
+            sources.add(view.report.energy_source)
+    return "+".join(sorted(sources)) or "none"
 
 
 def _statistics(served: Served) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from slim_scheduler.core.messages import (
     DispatcherCommand,
     DispatcherEvent,
     FrontTurned,
+    OfferRepeated,
     OfferWithdrawn,
     Reply,
     RequestArrived,
@@ -168,6 +169,9 @@ class Dispatcher:
         """
         if type(event) is RequestOffered:
             return self._offer(event.request, now)
+        if type(event) is OfferRepeated:
+            self._ledger.refuse_unnamed(event.items)
+            return []
         if self.absorb(event, now):
             while (view := self.pending(now)) is not None:
                 self.decide(view)

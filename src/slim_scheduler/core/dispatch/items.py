@@ -102,12 +102,19 @@ class Ledger:
 
     def refuse(self, request: Request, outcome: Outcome, reason: str, retry_after: Seconds | None) -> Reply:
         """A request that never takes off."""
-        self.received_requests += 1
-        self.received_items += len(request.items)
-        self.request_outcomes[outcome] += 1
-        self.item_outcomes[outcome] += len(request.items)
+        self._count_refused(len(request.items), outcome)
         items = tuple(ItemOutcome(item, outcome, (), (), 0.0, 0.0, None, reason) for item in request.items)
         return Reply(request.request_id, outcome, items, reason, retry_after)
+
+    def refuse_unnamed(self, items: int) -> None:
+        """A request that never takes off, and whose front end knows already what to reply."""
+        self._count_refused(items, Outcome.REJECTED)
+
+    def _count_refused(self, items: int, outcome: Outcome) -> None:
+        self.received_requests += 1
+        self.received_items += items
+        self.request_outcomes[outcome] += 1
+        self.item_outcomes[outcome] += items
 
     def admit(self, request: Request) -> list[ItemFlight]:
         owner = RequestFlight(request)

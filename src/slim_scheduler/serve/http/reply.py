@@ -1,7 +1,7 @@
 """Answers to HTTP requests: refusals as status, fields and body, and how a head is written."""
 
 import math
-from collections.abc import Iterable
+from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
@@ -11,6 +11,7 @@ from slim_scheduler.serve.refusal import Kind, Refusal
 Field = tuple[bytes, bytes]
 Reply = tuple[int, list[Field], bytes]  # status, fields, body
 
+REMEMBERED = 512  # heads of answers, and refusals
 JSON = (b"content-type", b"application/json")
 STATUS_LINES = {status: f"HTTP/1.1 {status} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -24,7 +25,12 @@ def refused(refusal: Refusal) -> Reply:
         fields.append((b"www-authenticate", b"Bearer"))
     elif refusal.kind is Kind.NO_METHOD:
         fields.append((b"allow", b"POST"))
-    return int(refusal.kind), fields, msgspec.json.encode({"error": refusal.message})
+    return int(refusal.kind), fields, _error(refusal.message)
+
+
+@lru_cache(REMEMBERED)
+def _error(message: str) -> bytes:
+    return msgspec.json.encode({"error": message})
 
 
 def content_length(body: bytes) -> Field:
@@ -36,8 +42,9 @@ def whole_seconds(retry_after: float) -> int:
     return max(1, math.ceil(retry_after))
 
 
-def head_bytes(status: int, fields: Iterable[Field]) -> bytes:
-    """An answer's head, with the empty line after it."""
+@lru_cache(REMEMBERED)
+def head_bytes(status: int, fields: tuple[Field, ...]) -> bytes:
+    """An answer's head, with the empty line after it. Most answers of a server have one of a few."""
     parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]  # type: ignore[call-overload]
     for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
