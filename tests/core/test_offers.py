@@ -3,7 +3,17 @@
 import pytest
 
 from slim_scheduler.core.dispatch.offers import AT_ONCE, BUSY, IN_HAND, PAUSE, Offers
-from slim_scheduler.core.messages import FrontTurned, OfferRepeated, OfferWithdrawn, RequestOffered, TakeOffered, WakeAt
+from slim_scheduler.core.messages import (
+    FrontTurned,
+    OfferRepeated,
+    OfferWithdrawn,
+    RefusedAgain,
+    RequestOffered,
+    RouteNow,
+    TakeOffered,
+    TimerFired,
+    WakeAt,
+)
 from slim_scheduler.core.types import Outcome, Request
 from tests.core.networks import arrive, dispatcher, done, only, replies, request, sent
 
@@ -168,16 +178,28 @@ def test_an_offer_that_would_be_late_behind_those_that_wait_is_refused():
     assert not replies(offer(made, 4, 1.1, deadline=3.0, accuracy_floor=0.9)), "it may be one that nothing reaches"
 
 
-def test_the_like_of_a_refused_offer_counts_as_refused_and_would_be_refused_while_nothing_happens():
+def test_the_like_of_a_refused_offer_is_refused_and_would_be_if_it_were_offered_while_nothing_happens():
     made, other = dispatcher(), dispatcher()
     for machine in (made, other):
         offer(machine, 0, 0.0)
         assert replies(offer(machine, 1, 1.1, deadline=3.0))
     for number, now in enumerate((1.1, 1.2, 2.0, 5.0, 60.0), 2):
-        assert made.handle(OfferRepeated(1), now) == []
+        assert made.handle(OfferRepeated(1), now) == [RefusedAgain()]
         assert replies(offer(other, number, now, deadline=now + 1.9))
     assert made.counts == other.counts
     made.check_invariants()
+
+
+@pytest.mark.parametrize("event", [FrontTurned(EASY), OfferWithdrawn(0), RouteNow(), TimerFired()])
+def test_after_anything_else_the_like_of_a_refused_offer_has_to_be_offered(event):
+    made = dispatcher()
+    offer(made, 0, 0.0)
+    offer(made, 1, 1.1, deadline=3.0)
+    assert made.handle(OfferRepeated(0), 1.1) == [], "it was not refused"
+    made.handle(event, 1.1)
+    before = made.counts
+    assert made.handle(OfferRepeated(1), 1.1) == []
+    assert made.counts == before
 
 
 def test_a_busy_front_end_is_told_when_to_turn_again_and_that_answers_made_room():

@@ -123,7 +123,7 @@ async def test_a_replay_sees_every_refusal_of_what_a_front_end_had_read(tmp_path
                 if offer.refused is None:
                     offers[offer.request_id] = offer
                 else:
-                    repeated += engine.refuse_again(offer)
+                    repeated += engine.offer_again(offer)
             for offer in list(offers.values())[:: 7 + turn]:
                 engine.withdraw(offer)
             engine.turn_front(load=0.9 if turn % 2 else 0.1, after_pause=turn % 4 == 3)

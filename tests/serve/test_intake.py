@@ -45,9 +45,11 @@ def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyn
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
-    path, read = "/v2/models/digits/infer", time.monotonic()
-    request = HttpRequest("POST", path=path, infer=INFER.fullmatch(path), json_length=length, body=body, read=read)
-    front.take(client, request)
+    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % length}
+    front.take(
+        client,
+        HttpRequest("POST", path=path, infer=INFER.fullmatch(path), headers=headers, body=body, read=time.monotonic()),
+    )
     return client.answered
 
 
@@ -100,13 +102,13 @@ async def test_the_like_of_a_refused_request_is_refused_and_counted_until_someth
     front = HttpFront(service, nothing, Limits(), nothing)
     served = service.repository.served["digits"]
     again: list[bool] = []
-    refuse_again = served.engine.refuse_again
+    offer_again = served.engine.offer_again
 
     def noted(offer: Offer) -> bool:
-        again.append(refuse_again(offer))
+        again.append(offer_again(offer))
         return again[-1]
 
-    served.engine.refuse_again = noted
+    served.engine.offer_again = noted
 
     def asking(deadline_ms: float | None, items: int = 2) -> asyncio.Future[int]:
         return ask(front, images[:items], Constraints(deadline_ms=deadline_ms))

@@ -55,11 +55,15 @@ class RequestOffered(Message, frozen=True, gc=False):
 
 
 class OfferRepeated(Message, frozen=True, gc=False):
-    """One more request like the one that was refused last, of so many items, was read, and nothing but such requests
-    has come since: it is refused too. Beyond the peak most are, and to make each of them a request costs twice this.
+    """A front end has read one more request like an offer that was refused. `RefusedAgain` answers where it is refused
+    too; nothing where it has to be offered. Beyond the peak most are refused, and this is cheaper than an offer.
     """
 
-    items: int
+    refused: RequestId
+
+
+class RefusedAgain(Message, frozen=True, gc=False):
+    """The request that was like a refused offer is refused for the same reason, and counted."""
 
 
 class OfferWithdrawn(Message, frozen=True, gc=False):
@@ -321,7 +325,16 @@ DispatcherEvent = (
     | TimerFired
 )
 DispatcherCommand = (
-    SendBlock | CancelTasks | Reply | TakeOffered | BlockFinished | RouterFellBack | ServerChanged | RouteSoon | WakeAt
+    SendBlock
+    | CancelTasks
+    | Reply
+    | RefusedAgain
+    | TakeOffered
+    | BlockFinished
+    | RouterFellBack
+    | ServerChanged
+    | RouteSoon
+    | WakeAt
 )
 ServerEvent = (
     BlockArrived

@@ -322,10 +322,10 @@ class SlimEngine:
             offer.open, offer.refused = False, (reply.reason, reply.retry_after or 1.0)
         return offer
 
-    def refuse_again(self, refused: Offer) -> bool:
-        """Whether one more request like a refused offer is refused for the same reason: nothing has happened since
-        that could let it in. It is counted then; if not, it can be offered."""
-        return refused.owner is self and self._host.refuse_again(refused.request_id, len(refused.items))
+    def offer_again(self, refused: Offer) -> bool:
+        """Whether one more request like an offer that this engine refused is refused for the same reason, and counted.
+        If not, it can be offered."""
+        return self._host.ask_again(refused.request_id)
 
     def withdraw(self, offer: Offer) -> None:
         """Nobody waits for it any more. Does nothing for one that has come in or was refused."""

@@ -139,7 +139,6 @@ class Host:
         self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
         self._steps: deque[Callable[[], None]] = deque()
         self._running = False
-        self._refused: RequestId | None = None  # of an offer, while nothing has happened since but others like it
         fleet.connect(self)
 
     async def start(self) -> None:
@@ -191,20 +190,18 @@ class Host:
         now = self.clock.now()
         commands = self.dispatcher.handle(offered, now)
         self.recorder.step(DISPATCHER, now, offered, commands)
-        self._refused = offered.request.request_id if commands else None
         if not commands:
             return None
         (reply,) = commands
         assert isinstance(reply, Reply)
         return reply
 
-    def refuse_again(self, refused: RequestId, items: int) -> bool:
-        """Whether one more like an offer that was refused is refused too, because nothing has happened since."""
-        if self._refused != refused:
-            return False
-        now, repeated = self.clock.now(), OfferRepeated(items)
-        self.recorder.step(DISPATCHER, now, repeated, self.dispatcher.handle(repeated, now))
-        return True
+    def ask_again(self, refused: RequestId) -> bool:
+        """A front end asks about one more request like a refused offer: whether it is refused too."""
+        now, repeated = self.clock.now(), OfferRepeated(refused)
+        commands = self.dispatcher.handle(repeated, now)
+        self.recorder.step(DISPATCHER, now, repeated, commands)
+        return bool(commands)
 
     def tell_of_offers(self, event: OfferWithdrawn | FrontTurned) -> None:
         """What a front end tells; what follows for it has happened when this returns."""
@@ -229,7 +226,6 @@ class Host:
     # ---- the dispatcher
 
     def _step(self, event: DispatcherEvent) -> None:
-        self._refused = None
         now = self.clock.now()
         commands = self.dispatcher.handle(event, now)
         self.recorder.step(DISPATCHER, now, event, commands)

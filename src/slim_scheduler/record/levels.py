@@ -40,7 +40,15 @@ _ALL_EVENTS = (
     m.RouteNow,
     m.DeviceSampled,
 )
-_ALL_COMMANDS = (*_BLOCKS_COMMANDS, m.SendBlock, m.TakeOffered, m.CancelTasks, m.RouteSoon, m.WakeAt)
+_ALL_COMMANDS = (
+    *_BLOCKS_COMMANDS,
+    m.SendBlock,
+    m.RefusedAgain,
+    m.TakeOffered,
+    m.CancelTasks,
+    m.RouteSoon,
+    m.WakeAt,
+)
 KINDS_OF_LEVEL: dict[Level, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "full": (_ALL_EVENTS, _ALL_COMMANDS),
     "blocks": (_BLOCKS_EVENTS, _BLOCKS_COMMANDS),

@@ -23,7 +23,7 @@ from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import PLATFORM, VERSION
 from slim_scheduler.serve.parameters import Asked
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
-from slim_scheduler.serve.repository import Repository, Served
+from slim_scheduler.serve.repository import Refused, Repository, Served
 from slim_scheduler.serve.tracing import Trace
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ EXTENSIONS = (
 
 
 FLOAT_BYTES = 4  # an element of an input, as the engine keeps it
-JUST_READ: Seconds = 0.001  # what waited longer may be refused for that, which says nothing of others
+JUST_READ = 0.01  # of its deadline: who waited longer may be refused for that, which says nothing of others
 
 
 class State(Enum):
@@ -49,14 +49,6 @@ class State(Enum):
     SERVING = "serving"
     DRAINING = "draining"  # not ready, so that nobody new comes; who comes is served
     STOPPING = "stopping"  # new work is refused
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """An offer that was refused just after it was read, and what its client asked for."""
-
-    asked: Asked
-    offer: "Offer"
-    refusal: Refusal
 
 
 class Service:
@@ -77,7 +69,6 @@ class Service:
         self.state = State.STARTING
         self.started = time.monotonic()
         self.in_flight = 0
-        self._refused: Refused | None = None  # last
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -91,12 +82,11 @@ class Service:
         """
         self._check_serving(served)
         waited = time.monotonic() - read
-        last = self._refused
+        last = served.refused
         if last is not None and last.asked is asked and len(last.offer.items) == items:
-            if served.engine.refuse_again(last.offer):
-                served.observer.finished(Outcome.REJECTED, waited, 0.0)
-                raise last.refusal.with_traceback(None)  # it would keep every place where it was raised
-            self._refused = None
+            if served.engine.offer_again(last.offer):
+                raise self._refusal(served, last.offer, waited)
+            served.refused = None
         offer = served.engine.offer(
             items,
             deadline_s=asked.deadline,
@@ -108,12 +98,15 @@ class Service:
             waited=waited,
         )
         if offer.refused is not None:
-            served.observer.finished(Outcome.REJECTED, waited, 0.0)
-            refusal = Refusal(Kind.UNAVAILABLE, *offer.refused)
-            if waited < JUST_READ:
-                self._refused = Refused(asked, offer, refusal)
-            raise refusal
+            if asked.deadline is None or time.monotonic() - read < JUST_READ * asked.deadline:
+                served.refused = Refused(asked, offer)
+            raise self._refusal(served, offer, waited)
         return offer
+
+    def _refusal(self, served: Served, refused: "Offer", waited: Seconds) -> Refusal:
+        assert refused.refused is not None
+        served.observer.finished(Outcome.REJECTED, waited, 0.0)
+        return Refusal(Kind.UNAVAILABLE, *refused.refused)
 
     def _check_serving(self, served: Served) -> None:
         if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:

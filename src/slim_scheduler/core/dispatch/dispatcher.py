@@ -32,6 +32,7 @@ from slim_scheduler.core.messages import (
     FrontTurned,
     OfferRepeated,
     OfferWithdrawn,
+    RefusedAgain,
     Reply,
     RequestArrived,
     RequestCancelled,
@@ -128,6 +129,7 @@ class Dispatcher:
         self._held: _Held | None = None
         self._fresh = 0  # items that came while somebody had room, and are routed soon
         self._routes_soon = False  # `RouteNow` was asked for and has not come
+        self._refused: Request | None = None  # the last offer, if nothing but such requests has come since
         self._key_due: Key
         self._wake_at = inf
         self._last_block = 0
@@ -170,8 +172,7 @@ class Dispatcher:
         if type(event) is RequestOffered:
             return self._offer(event.request, now)
         if type(event) is OfferRepeated:
-            self._ledger.refuse_unnamed(event.items)
-            return []
+            return self._offer_again(event.refused)
         if self.absorb(event, now):
             while (view := self.pending(now)) is not None:
                 self.decide(view)
@@ -179,6 +180,7 @@ class Dispatcher:
 
     def absorb(self, event: DispatcherEvent, now: Seconds) -> bool:
         """Takes an event in without routing. Whether routing follows: an arrival waits for those that come with it."""
+        self._refused = None
         match event:
             case BatchReported():
                 self._collect(event, now)
@@ -261,7 +263,16 @@ class Dispatcher:
     def _offer(self, request: Request, now: Seconds) -> list[DispatcherCommand]:
         waiting, in_flight = len(self._fifo), len(self._ledger.items)
         refusal = self._admission.refuse_offer(request, waiting, self.held_up, in_flight, now)
+        self._refused = None if refusal is None else request
         return [] if refusal is None else [self._ledger.refuse(request, Outcome.REJECTED, *refusal)]
+
+    def _offer_again(self, refused: RequestId) -> list[DispatcherCommand]:
+        """What decided about the last offer is as it was, and its wait has only grown: the like of it is refused."""
+        last = self._refused
+        if last is None or last.request_id != refused:
+            return []
+        self._ledger.refuse_unnamed(len(last.items))
+        return [RefusedAgain()]
 
     def _turn_front(self, event: FrontTurned, now: Seconds) -> None:
         offers = self._admission.offers

@@ -52,10 +52,7 @@ class HttpFront:
         self._guard.check(request.path, scheme, request.headers)
         if self._inference:
             request.infer = INFER.fullmatch(request.path)
-        if request.infer is None:
-            return SMALL_BODY
-        request.json_length = whole_number(request.headers, b"inference-header-content-length")
-        return self._limits.body_bytes
+        return SMALL_BODY if request.infer is None else self._limits.body_bytes
 
     def take(self, connection: Connection, request: HttpRequest) -> None:
         """Answers a request, now or later."""
@@ -80,7 +77,8 @@ class HttpFront:
 
     def _let_in(self, connection: Connection, request: HttpRequest, served: Served) -> None:
         """To the model's intake. Raises Refusal, also for who would be late: before the numbers are looked at."""
-        header = read_header(request.body, request.json_length, served.card, self._limits)
+        json_length = whole_number(request.headers, b"inference-header-content-length")
+        header = read_header(request.body, json_length, served.card, self._limits)
         intake = self._intake(served)
         offer = self._service.offer(served, header.asked, header.items, request.read)
         try:

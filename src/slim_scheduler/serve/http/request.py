@@ -22,9 +22,8 @@ class HttpRequest(msgspec.Struct):
     """A request that arrives or has arrived. Names in `fields` and `headers` are in lower case.
 
     `reserved` are the bytes that its body takes of the budget; `limit` is how long the body may be; `read` is when the
-    last byte came, on the monotonic clock. `infer` has model and version where inference is asked for, `json_length`
-    how long the JSON before its numbers is, where its head says so. A `refusal` is the answer to what could not be
-    read.
+    last byte came, on the monotonic clock. `infer` has model and version where inference is asked for. A `refusal` is
+    the answer to what could not be read.
     """
 
     method: str = ""
@@ -38,7 +37,6 @@ class HttpRequest(msgspec.Struct):
     whole_head: bool = False
     waits_for_continue: bool = False
     infer: re.Match[str] | None = None
-    json_length: int | None = None
     limit: int = 0
     reserved: int = 0
     body: bytes | bytearray = b""
