@@ -6,16 +6,17 @@ from slim_scheduler.core.dispatch.offers import AT_ONCE, BUSY, IN_HAND, PAUSE, O
 from slim_scheduler.core.messages import (
     FrontTurned,
     OfferRepeated,
+    OffersTaken,
     OfferWithdrawn,
     RefusedAgain,
     RequestOffered,
     RouteNow,
-    TakeOffered,
+    RouteSoon,
     TimerFired,
     WakeAt,
 )
 from slim_scheduler.core.types import Outcome, Request
-from tests.core.networks import arrive, dispatcher, done, only, replies, request, sent
+from tests.core.networks import dispatcher, done, only, replies, request, sent
 
 HARD, EASY = 0.95, 0.3  # loads
 
@@ -41,9 +42,7 @@ class Front:
 
     def turn(self, load: float, after_pause: bool = False) -> None:
         taken = self.offers.turn(load, after_pause, IN_HAND, self.now)
-        for request_id in taken:
-            self.offers.arrived(request_id)
-        self.taken += taken
+        self.taken += [request.request_id for request in taken]
         self.offers.check_invariants()
 
     def answer(self, count: int) -> None:
@@ -125,12 +124,11 @@ def test_a_front_end_with_time_says_nothing_of_what_it_could_do():
 def test_who_leaves_is_forgotten_wherever_it_is():
     front = Front()
     front.offer(AT_ONCE + 3)
-    taken = front.offers.turn(EASY, False, IN_HAND, 0.0)
-    front.offers.arrived(taken[0])
-    for request_id in (taken[0], taken[1], AT_ONCE, 999):
+    front.turn(EASY)
+    for request_id in (*front.taken[:2], AT_ONCE, 999):
         front.offers.ended(request_id)
         front.offers.check_invariants()
-    assert front.offers.items == 2 * (AT_ONCE - 2 + 2)
+    assert front.offers.items == 2 * (3 - 1)
 
 
 # ---- with the dispatcher
@@ -150,21 +148,21 @@ def finish_all(made, commands, now: float):
     return told
 
 
-def test_an_offer_that_finds_the_queue_full_is_refused_once_and_those_on_the_way_count():
+def test_an_offer_that_finds_the_queue_full_is_refused_once_and_those_that_came_in_count():
     made = dispatcher(credit=2, max_waiting_items=4)
     assert [replies(offer(made, number, 0.0)) for number in range(4)] == [[]] * 4
     (refused,) = replies(offer(made, 4, 0.0))
     assert refused.outcome is Outcome.REJECTED
     assert refused.reason == "the queue is full: 1 items came and the limit is 4"
-    assert made.handle(FrontTurned(EASY), 0.1)[0] == TakeOffered((0, 1, 2, 3))
-    assert replies(offer(made, 5, 0.1)), "they are on their way"
-    arrive(made, request(0), 0.1)
-    assert not replies(offer(made, 6, 0.1)), "one went on to a server"
-    made.handle(OfferWithdrawn(1), 0.2)
-    assert not replies(offer(made, 7, 0.2))
+    assert made.handle(FrontTurned(EASY), 0.1)[:2] == [OffersTaken((0, 1, 2, 3)), RouteSoon()]
+    assert replies(offer(made, 5, 0.1)), "they wait here"
+    assert len(sent(made.handle(RouteNow(), 0.1))[0].tasks) == 2
+    assert not replies(offer(made, 6, 0.1)), "two went on to a server"
+    made.handle(OfferWithdrawn(6), 0.2)
+    assert [bool(replies(offer(made, number, 0.2))) for number in (7, 8, 9)] == [False, False, True]
     made.check_invariants()
     assert made.counts["requests"] == {
-        "received": 3, "answered": 0, "rejected": 2, "expired": 0, "cancelled": 0, "failed": 0, "in_flight": 1,
+        "received": 7, "answered": 0, "rejected": 3, "expired": 0, "cancelled": 0, "failed": 0, "in_flight": 4,
     }  # fmt: skip
 
 
@@ -208,14 +206,15 @@ def test_a_busy_front_end_is_told_when_to_turn_again_and_that_answers_made_room(
         offer(made, number, 0.0)
     running = []
     for _ in range(2):
-        (take,) = only(made.handle(FrontTurned(BUSY), 0.0), TakeOffered)
-        for request_id in take.requests:
-            running += arrive(made, request(request_id), 0.0)
-    assert only(made.handle(FrontTurned(BUSY), 0.0), TakeOffered) == [TakeOffered((), PAUSE)]
+        (taken,) = only(made.handle(FrontTurned(BUSY), 0.0), OffersTaken)
+        assert (len(taken.requests), taken.turn_at) == (AT_ONCE, 0.0)
+        running += made.handle(RouteNow(), 0.0)
+    assert only(made.handle(FrontTurned(BUSY), 0.0), OffersTaken) == [OffersTaken((), PAUSE)]
     told = finish_all(made, running, 1.0)
     assert len(replies(told)) == IN_HAND
-    assert only(told, TakeOffered) == [TakeOffered(())], "once, when there is room for a batch"
-    assert only(made.handle(FrontTurned(BUSY), 1.0), TakeOffered)[0].requests == tuple(range(IN_HAND, IN_HAND + 8))
+    assert only(told, OffersTaken) == [OffersTaken((), 1.0)], "once, when there is room for a batch"
+    last = tuple(range(IN_HAND, IN_HAND + 8))
+    assert only(made.handle(FrontTurned(BUSY), 1.0), OffersTaken) == [OffersTaken(last)]
     made.check_invariants()
 
 

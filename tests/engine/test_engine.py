@@ -11,8 +11,9 @@ from slim_scheduler.core.errors import ConfigError, InputError, ProfileError, Sl
 from slim_scheduler.core.messages import Reply, SendBlock, StartBatch
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.assembly import live_config
-from slim_scheduler.engine.engine import SlimEngine
+from slim_scheduler.engine.engine import InferenceResult, SlimEngine
 from slim_scheduler.engine.executor import MOST_LATE
+from slim_scheduler.engine.request import RequestLimits
 from slim_scheduler.record.recorder import Recorder, RunInfo
 from slim_scheduler.setup.config import load_config
 from tests.stalls import Stalls
@@ -260,12 +261,31 @@ async def test_a_live_server_keeps_to_its_profile():
     assert min(took) < 2 * 20.0 * 0.002
 
 
-async def test_what_was_offered_to_an_engine_that_another_replaced_gets_numbers_of_its_own_there():
-    async with engine_of(config_of()) as old, engine_of(config_of()) as new:
-        offer = old.offer(1)
-        running = new.submit(images(1))
-        both = await asyncio.wait_for(asyncio.gather(new.infer(images(1), offer=offer), running), 20)
-        assert [result.outcome for result in both] == [Outcome.ANSWERED] * 2
-        assert offer.open, "it still waits at the old one"
-        old.withdraw(offer)
-        assert not offer.open
+async def test_what_was_offered_to_an_engine_that_another_replaces_is_finished_there():
+    results: list[InferenceResult] = []
+    async with engine_of(config_of()) as old:
+        offers = [old.offer(1, RequestLimits()) for _ in range(100)]
+        for offer in offers:
+            old.bring(offer, images(1), results.append)
+        assert results == []
+        await old.stop()
+        assert [result.outcome for result in results] == [Outcome.ANSWERED] * 100
+        assert old.offer(1, RequestLimits()).refused == ("the engine is stopping", 1.0)
+
+
+async def test_an_offer_that_nobody_waits_for_any_more_is_cancelled_wherever_it_is():
+    results: list[InferenceResult] = []
+    async with engine_of(config_of([{"slowdown": 50.0}])) as engine:
+        offers = [engine.offer(1, RequestLimits()) for _ in range(3)]
+        for offer in offers:
+            engine.bring(offer, images(1), results.append)
+        engine.cancel(offers[0])  # before it came in
+        assert engine.counts["requests"]["received"] == 0
+        while not engine.counts["requests"]["in_flight"]:
+            await asyncio.sleep(0)
+        engine.cancel(offers[1])
+        engine.cancel(offers[0])  # it has ended
+        await asyncio.sleep(0)
+        assert [result.outcome for result in results] == [Outcome.CANCELLED] * 2
+    assert [result.outcome for result in results] == [Outcome.CANCELLED] * 2 + [Outcome.ANSWERED]
+    assert engine.counts["requests"]["cancelled"] == 1

@@ -16,7 +16,8 @@ from slim_scheduler.core.messages import (
     WakeAt,
 )
 from slim_scheduler.core.server.scheduler import RETURN
-from slim_scheduler.engine.engine import SlimEngine
+from slim_scheduler.engine.engine import InferenceResult, SlimEngine
+from slim_scheduler.engine.request import RequestLimits
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from slim_scheduler.setup.config import load_config
@@ -113,24 +114,26 @@ async def test_a_replay_sees_every_refusal_of_what_a_front_end_had_read(tmp_path
     """Both queues and all that is refused from them: the machines decide it again from the record."""
     config = config_of(({"slowdown": 20.0},), router={"name": "jsq:0.5"}, dispatch={"max_waiting_items": 60})
     recorder = Recorder("full", lambda item, widths: None)
-    taken: list[int] = []
+    results: list[InferenceResult] = []
     async with engine_of(config, seed=7, recorder=recorder) as engine:
-        engine.on_take(lambda command: taken.extend(command.requests))
-        offers, repeated = {}, 0
+        offers, repeated = [], 0
         for turn in range(30):
             for number in range(12):
-                offer = engine.offer(1, deadline_s=(None, 0.05, 5.0)[number % 3], waited=0.01 * (number % 4))
-                if offer.refused is None:
-                    offers[offer.request_id] = offer
-                else:
+                limits = RequestLimits((None, 0.05, 5.0)[number % 3])
+                offer = engine.offer(1, limits, waited=0.01 * (number % 4))
+                if offer.refused is not None:
                     repeated += engine.offer_again(offer)
-            for offer in list(offers.values())[:: 7 + turn]:
-                engine.withdraw(offer)
-            engine.turn_front(load=0.9 if turn % 2 else 0.1, after_pause=turn % 4 == 3)
-            coming = [engine.infer(images(1), offer=offers[one]) for one in taken if offers[one].open]
-            taken.clear()
-            await asyncio.wait([asyncio.create_task(one) for one in coming] or [asyncio.create_task(asyncio.sleep(0))])
-        live, counts = engine.config, engine.counts
+                elif number % 5 == 4:
+                    engine.withdraw(offer)
+                else:
+                    engine.bring(offer, images(1), results.append)
+                    offers.append(offer)
+            for offer in offers[:: 7 + turn]:
+                engine.cancel(offer)
+            await asyncio.sleep(0.001 * (turn % 3))
+        live = engine.config
+    counts = engine.counts
+    assert len(results) == len(offers), "one answer each"
     recorder.write(tmp_path / "record.parquet", RunInfo(mode="live", router="jsq:0.5", seed=7))
     machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
     machines["dispatcher"] = build_dispatcher(live, SHAPE, "jsq:0.5", None, 7)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from slim_scheduler.client.client import Constraints, infer_body
 from slim_scheduler.core.dispatch.admission import DEADLINE_SHARE
 from slim_scheduler.core.types import Outcome
-from slim_scheduler.engine.engine import Offer, SlimEngine
+from slim_scheduler.engine.engine import SlimEngine, Ticket
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.http.front import INFER, HttpFront
 from slim_scheduler.serve.http.request import HttpRequest
@@ -37,8 +37,8 @@ class Client:
         self.answered.set_result(status)
         return status
 
-    def serve(self, inference: Any) -> asyncio.Task[None]:
-        return asyncio.create_task(inference)
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        pass
 
 
 def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyncio.Future[int]":
@@ -104,7 +104,7 @@ async def test_the_like_of_a_refused_request_is_refused_and_counted_until_someth
     again: list[bool] = []
     offer_again = served.engine.offer_again
 
-    def noted(offer: Offer) -> bool:
+    def noted(offer: Ticket) -> bool:
         again.append(offer_again(offer))
         return again[-1]
 

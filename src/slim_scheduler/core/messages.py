@@ -46,10 +46,8 @@ class RouteNow(Message, frozen=True, gc=False):
 
 
 class RequestOffered(Message, frozen=True, gc=False):
-    """A front end has read a request: may it come in? If so it waits there until `TakeOffered` names it.
-
-    Its `arrival` is when it was read. `RequestArrived` follows with the same ids, or `OfferWithdrawn`.
-    """
+    """A front end has read a request: may it come in? If so it waits there until `OffersTaken` names it, or
+    `OfferWithdrawn`. Its `arrival` is when it was read."""
 
     request: Request
 
@@ -67,7 +65,7 @@ class RefusedAgain(Message, frozen=True, gc=False):
 
 
 class OfferWithdrawn(Message, frozen=True, gc=False):
-    """A request that was offered will not arrive."""
+    """Nobody waits any more for a request that was offered and has not come in."""
 
     request_id: RequestId
 
@@ -182,12 +180,12 @@ class Reply(Message, frozen=True, gc=False):
     retry_after: Seconds | None = None
 
 
-class TakeOffered(Message, frozen=True, gc=False):
-    """These requests come in now. If others that were offered wait, the front end turns again at `again`, or in its
-    event loop's next turn where that is None."""
+class OffersTaken(Message, frozen=True, gc=False):
+    """These requests have come in, as if they had arrived now. If others that were offered wait, the front end turns at
+    `turn_at`: in its event loop's next turn, where that is now. None: no others wait."""
 
     requests: tuple[RequestId, ...]
-    again: Seconds | None = None
+    turn_at: Seconds | None = None
 
 
 class BlockFinished(Message, frozen=True, gc=False):
@@ -329,7 +327,7 @@ DispatcherCommand = (
     | CancelTasks
     | Reply
     | RefusedAgain
-    | TakeOffered
+    | OffersTaken
     | BlockFinished
     | RouterFellBack
     | ServerChanged

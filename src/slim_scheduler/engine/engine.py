@@ -7,6 +7,7 @@ refused, and why, is the dispatcher's decision. One engine belongs to one event 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,11 +21,11 @@ from slim_scheduler.core.dispatch.limits import SLOW_ROUTER
 from slim_scheduler.core.errors import ConfigError, InputError, SlimError
 from slim_scheduler.core.messages import (
     FrontTurned,
+    OffersTaken,
     OfferWithdrawn,
     Reply,
     RequestCancelled,
     RequestOffered,
-    TakeOffered,
 )
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
@@ -36,7 +37,6 @@ from slim_scheduler.core.types import (
     RequestId,
     Seconds,
     ServerName,
-    WidthTuple,
 )
 from slim_scheduler.core.view import ServerView
 from slim_scheduler.engine.assembly import (
@@ -47,8 +47,10 @@ from slim_scheduler.engine.assembly import (
 from slim_scheduler.engine.automatic import with_fastest_devices
 from slim_scheduler.engine.devices.base import Device
 from slim_scheduler.engine.host import FleetParts, Host, LiveFleet, NoRecorder, StepRecorder
-from slim_scheduler.engine.inputs import Normalization, RequestLimits, checked
+from slim_scheduler.engine.inputs import Normalization, checked
+from slim_scheduler.engine.intake import Intake
 from slim_scheduler.engine.local.fleet import LocalFleet
+from slim_scheduler.engine.request import RequestLimits
 from slim_scheduler.engine.router_timer import TimedRouter
 from slim_scheduler.engine.timeline import Timelines, Visit
 from slim_scheduler.model.folder import load_manifest, load_model
@@ -56,6 +58,8 @@ from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config, ServerConfig, load_config
 from slim_scheduler.setup.machines import build_dispatcher, load_shape, router_inputs
 from slim_scheduler.setup.routers import build_escalation, build_router
+
+STOPPING = "the engine is stopping"
 
 
 class InferenceResult(msgspec.Struct, frozen=True):
@@ -69,24 +73,21 @@ class InferenceResult(msgspec.Struct, frozen=True):
     timeline: tuple[Visit, ...] = ()
 
 
-@dataclass(slots=True)
-class Waiting:
-    """A request whose caller waits."""
-
-    items: range
-    future: "asyncio.Future[InferenceResult]"
-    followed: bool = False
+Answered = Callable[[InferenceResult], None]
 
 
-@dataclass(slots=True)
-class Offer:
-    """A request's numbers at an engine, its `owner`. `open` until it comes in, is withdrawn, or was `refused`: why, and
-    when to try again."""
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's numbers at an engine, and whom to tell of its end.
 
-    owner: "SlimEngine"
+    `inputs` are here while it waits to come in. `refused`: why it may not come in, and when to try again.
+    """
+
     request_id: RequestId
     items: range
-    open: bool = True
+    answered: Answered | None = None
+    inputs: npt.NDArray[np.float32] | None = None
+    followed: bool = False
     refused: tuple[str, Seconds] | None = None
 
 
@@ -131,11 +132,13 @@ class SlimEngine:
         self._timelines = Timelines(recorder or NoRecorder())
         parts = FleetParts(config, model, shape, profiles, dispatcher.wants_margins, recorder is not None)
         self.fleet = LocalFleet(parts, devices or {}) if fleet is None else fleet(parts)
-        self._host = Host(dispatcher, timed, self.fleet, self._timelines, self._answer)
-        self._waiting: dict[RequestId, Waiting] = {}
+        self._host = Host(dispatcher, timed, self.fleet, self._timelines, self._answer, self._took)
+        self._waiting: dict[RequestId, Ticket] = {}
+        self._emptied: asyncio.Future[None] | None = None  # where somebody waits until nothing is in flight
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._intake: Intake
         self._sampler: asyncio.TimerHandle | None = None
         self._stopping = False
 
@@ -173,6 +176,7 @@ class SlimEngine:
         if self._loop is not None:
             raise SlimError("this engine was started before; make a new one with SlimEngine.from_config")
         self._loop = asyncio.get_running_loop()
+        self._intake = Intake(self._loop, self._turn_front)
         await self._host.start()
         self._sample_later(self._loop.time())
 
@@ -181,13 +185,16 @@ class SlimEngine:
         if self._stopping or self._loop is None:
             return
         self._stopping = True
-        futures = [waiting.future for waiting in self._waiting.values()]
-        if futures and grace_s > 0:
-            await asyncio.wait(futures, timeout=grace_s)
+        while any(ticket.inputs is not None for ticket in self._waiting.values()):
+            self._turn_front(0.0, True)  # what was offered, and not refused, is finished too
+        if self._waiting and grace_s > 0:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait([self._emptied], timeout=grace_s)
         for request_id in list(self._waiting):
             self._host.tell_dispatcher(RequestCancelled(request_id, stopping=True))
         if self._sampler is not None:
             self._sampler.cancel()
+        self._intake.after(None)
         await self._host.stop()
 
     async def add_server(self, server: ServerConfig) -> None:
@@ -220,7 +227,6 @@ class SlimEngine:
         confidence_floor: float | None = None,
         anytime: bool = True,
         timeline: bool = False,
-        offer: Offer | None = None,
     ) -> InferenceResult:
         """Answers (n, channels, height, width), float32 (normalised) or uint8 (raw pixels), with logits (n, classes).
 
@@ -229,14 +235,15 @@ class SlimEngine:
 
         Overload, a missed deadline and cancellation are outcomes of the result. Raises InputError for what can never
         be served. Cancelling the awaiting task cancels the request. With `timeline` the result says where the time of
-        every item went, segment by segment. `offer` is the request's, where it was offered.
+        every item went, segment by segment.
         """
         limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
-        request_id, future = self._submit(items, limits, None, timeline, offer)
+        future: asyncio.Future[InferenceResult] = self._running_loop().create_future()
+        ticket = self.begin(items, limits, partial(_settle, future), timeline=timeline)
         try:
             return await future
         except asyncio.CancelledError:
-            self._cancel(request_id)
+            self.cancel(ticket)
             raise
 
     def submit(
@@ -256,105 +263,128 @@ class SlimEngine:
         `arrival` is the intended arrival on the engine's clock (`now`), which latency and deadline count from.
         """
         limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
-        request_id, future = self._submit(items, limits, arrival)
-        future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
+        future: asyncio.Future[InferenceResult] = self._running_loop().create_future()
+        ticket = self.begin(items, limits, partial(_settle, future), arrival)
+        future.add_done_callback(lambda done: self.cancel(ticket) if done.cancelled() else None)
         return future
 
-    def _submit(
+    def begin(
         self,
         items: npt.NDArray[Any],
         limits: RequestLimits,
-        arrival: Seconds | None,
+        answered: Answered,
+        arrival: Seconds | None = None,
         timeline: bool = False,
-        offer: Offer | None = None,
-    ) -> "tuple[RequestId, asyncio.Future[InferenceResult]]":
-        if self._loop is None:
-            raise SlimError("the engine is not running; await engine.start() first")
+    ) -> Ticket:
+        """What `infer` and `submit` do: `answered` is called once with the result, maybe before this returns.
+
+        It must be brief, as the devices wait for the next work meanwhile. Raises InputError.
+        """
+        self._running_loop()
         limits = limits.checked(self.shape)
         inputs = checked(items, self.shape, self._normalization)
-        if offer is None or not offer.open or offer.owner is not self:  # its owner may have been replaced
-            offer = self._number(len(inputs))
-        offer.open = False
-        request_id, ids = offer.request_id, offer.items
-        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        ticket = self._number(len(inputs))
         if self._stopping:
-            future.set_result(InferenceResult(None, Outcome.REJECTED, reason="the engine is stopping"))
-            return request_id, future
+            answered(InferenceResult(None, Outcome.REJECTED, (), STOPPING, 1.0))
+            return ticket
+        ticket.answered = answered
+        self._wait_for(ticket, timeline)
         now = self.now() if arrival is None else arrival
-        self._waiting[request_id] = Waiting(ids, future, timeline)
-        if timeline:
-            self._timelines.follow(ids)
-        self._host.arrive(limits.request(request_id, ids, now), inputs)
-        return request_id, future
+        self._host.arrive(limits.request(ticket.request_id, ticket.items, now), inputs)
+        return ticket
 
-    def _number(self, items: int) -> Offer:
-        offer = Offer(self, self._next_request, range(self._next_item, self._next_item + items))
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for a request any more. Does nothing for one that has ended."""
+        if ticket.request_id not in self._waiting:
+            return
+        if ticket.inputs is None:
+            self._host.tell_dispatcher(RequestCancelled(ticket.request_id))
+        else:
+            self.withdraw(ticket)
+            self._end(ticket, InferenceResult(None, Outcome.CANCELLED, reason="cancelled by the client"))
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise SlimError("the engine is not running; await engine.start() first")
+        return self._loop
+
+    def _number(self, items: int) -> Ticket:
+        ticket = Ticket(self._next_request, range(self._next_item, self._next_item + items))
         self._next_request += 1
         self._next_item += items
-        return offer
+        return ticket
 
-    # ---- requests that a front end has read, and that wait there
+    def _wait_for(self, ticket: Ticket, timeline: bool) -> None:
+        self._waiting[ticket.request_id] = ticket
+        if timeline:
+            ticket.followed = True
+            self._timelines.follow(ticket.items)
 
-    def offer(
-        self,
-        items: int,
-        *,
-        deadline_s: Seconds | None = None,
-        priority: int = 0,
-        widths: WidthTuple | None = None,
-        accuracy_floor: float | None = None,
-        confidence_floor: float | None = None,
-        anytime: bool = True,
-        waited: Seconds = 0.0,
-    ) -> Offer:
+    # ---- requests that a front end has read, and that wait to come in
+
+    def offer(self, items: int, limits: RequestLimits, waited: Seconds = 0.0) -> Ticket:
         """Asks whether a request of so many items, read `waited` seconds ago, may come in.
 
-        If it is not refused it waits at the front end until `on_take` names it; then `infer` follows, or `withdraw`.
+        If it is not refused, `bring` follows, or `withdraw`.
         """
-        offer = self._number(items)
+        ticket = self._number(items)
         if self._stopping:
-            offer.open, offer.refused = False, ("the engine is stopping", 1.0)
-            return offer
+            ticket.refused = STOPPING, 1.0
+            return ticket
         read = self.now() - waited
-        limits = RequestLimits(deadline_s, priority, widths, accuracy_floor, confidence_floor, anytime)
-        reply = self._host.ask(RequestOffered(limits.request(offer.request_id, offer.items, read)))
+        reply = self._host.ask(RequestOffered(limits.request(ticket.request_id, ticket.items, read)))
         if reply is not None:
-            offer.open, offer.refused = False, (reply.reason, reply.retry_after or 1.0)
-        return offer
+            ticket.refused = reply.reason, reply.retry_after or 1.0
+        return ticket
 
-    def offer_again(self, refused: Offer) -> bool:
+    def offer_again(self, refused: Ticket) -> bool:
         """Whether one more request like an offer that this engine refused is refused for the same reason, and counted.
         If not, it can be offered."""
         return self._host.ask_again(refused.request_id)
 
-    def withdraw(self, offer: Offer) -> None:
-        """Nobody waits for it any more. Does nothing for one that has come in or was refused."""
-        if offer.open:
-            offer.open = False
-            self._host.tell_of_offers(OfferWithdrawn(offer.request_id))
+    def bring(self, ticket: Ticket, items: npt.NDArray[Any], answered: Answered, timeline: bool = False) -> None:
+        """The items of an offer that was not refused just now. It comes in when the dispatcher takes it; `answered` is
+        as in `begin`. Raises InputError."""
+        ticket.inputs = checked(items, self.shape, self._normalization)
+        ticket.answered = answered
+        self._wait_for(ticket, timeline)
+        self._intake.soon()
 
-    def turn_front(self, load: float, after_pause: bool = False) -> None:
-        """The front end could take some of its requests; `on_take` is called before this returns."""
+    def withdraw(self, ticket: Ticket) -> None:
+        """An offer that has not come in will not be brought."""
+        self._host.tell_of_offers(OfferWithdrawn(ticket.request_id))
+
+    def _turn_front(self, load: float, after_pause: bool) -> None:
         self._host.tell_of_offers(FrontTurned(load, after_pause))
 
-    def on_take(self, take: Callable[[TakeOffered], None]) -> None:
-        """Whom to tell which requests come in."""
-        self._host.on_take = take
+    def _took(self, command: OffersTaken) -> None:
+        for request_id in command.requests:
+            ticket = self._waiting[request_id]
+            assert ticket.inputs is not None
+            self._host.keep(request_id, ticket.items, ticket.inputs)
+            ticket.inputs = None
+        self._intake.after(None if command.turn_at is None else command.turn_at - self.now())
 
-    def _cancel(self, request_id: RequestId) -> None:
-        if request_id in self._waiting:
-            self._host.tell_dispatcher(RequestCancelled(request_id))
+    # ---- answers
 
     def _answer(self, reply: Reply) -> None:
-        waiting = self._waiting.pop(reply.request_id)
+        ticket = self._waiting[reply.request_id]
         logits = None
         if reply.outcome is Outcome.ANSWERED:
             logits = self.fleet.items.results(reply.items)
-        self.fleet.items.forget(waiting.items)
-        timeline = self._timelines.take(waiting.items) if waiting.followed else ()
-        result = InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after, timeline)
-        if not waiting.future.done():
-            waiting.future.set_result(result)
+        self.fleet.items.forget(ticket.items)
+        timeline = self._timelines.take(ticket.items) if ticket.followed else ()
+        self._end(
+            ticket, InferenceResult(logits, reply.outcome, reply.items, reply.reason, reply.retry_after, timeline)
+        )
+
+    def _end(self, ticket: Ticket, result: InferenceResult) -> None:
+        del self._waiting[ticket.request_id]
+        answered, ticket.answered = ticket.answered, None  # who is told may hold the ticket
+        assert answered is not None
+        answered(result)
+        if not self._waiting and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
 
     def stop_recording(self) -> None:
         """From here on nothing is recorded: a run was cut off, and what is in flight stays so in its record."""
@@ -416,6 +446,11 @@ class SlimEngine:
             self._sample_later(at)
         self.fleet.sample()
         self._host.run()  # what came while nobody had room is stored
+
+
+def _settle(future: "asyncio.Future[InferenceResult]", result: InferenceResult) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def _cluster_fleet(address: str) -> Callable[[FleetParts], LiveFleet]:

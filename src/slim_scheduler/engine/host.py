@@ -24,6 +24,7 @@ from slim_scheduler.core.messages import (
     FrontTurned,
     Message,
     OfferRepeated,
+    OffersTaken,
     OfferWithdrawn,
     Reply,
     RequestArrived,
@@ -32,7 +33,6 @@ from slim_scheduler.core.messages import (
     RouterTooSlow,
     RouteSoon,
     SendBlock,
-    TakeOffered,
     TimerFired,
     WakeAt,
 )
@@ -118,7 +118,8 @@ class FleetParts(NamedTuple):
 
 
 class Host:
-    """The dispatcher and its fleet. `answered` is called with each reply, while the items' outputs are still there."""
+    """The dispatcher and its fleet. `answered` is called with each reply, while the items' outputs are still there;
+    `taken` when offers have come in, whose inputs `keep` is called with then."""
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Host:
         fleet: LiveFleet,
         recorder: StepRecorder,
         answered: Callable[[Reply], None],
+        taken: Callable[[OffersTaken], None],
     ) -> None:
         self.dispatcher = dispatcher
         self.router = router
@@ -134,9 +136,9 @@ class Host:
         self.clock = MonotonicClock()
         self.recorder = recorder
         self._answered = answered
-        self.on_take: Callable[[TakeOffered], None] = _nobody_offers
+        self._taken = taken
         self._timers = Timers(self.clock, self._fire)
-        self._arrived: dict[RequestId, tuple[Request, npt.NDArray[np.float32]]] = {}
+        self._arrived: dict[RequestId, tuple[Sequence[ItemId], npt.NDArray[np.float32]]] = {}
         self._steps: deque[Callable[[], None]] = deque()
         self._running = False
         fleet.connect(self)
@@ -182,8 +184,12 @@ class Host:
 
     def arrive(self, request: Request, items: npt.NDArray[np.float32]) -> None:
         """A request came: taken or refused at once, and decided about with others that come at the same time."""
-        self._arrived[request.request_id] = request, items
+        self.keep(request.request_id, request.items, items)
         self._step(RequestArrived(request))
+
+    def keep(self, request: RequestId, items: Sequence[ItemId], inputs: npt.NDArray[np.float32]) -> None:
+        """The inputs of a request that is about to come in, or just has."""
+        self._arrived[request] = items, inputs
 
     def ask(self, offered: RequestOffered) -> Reply | None:
         """A front end asks whether a request may come in; why not, where it may not."""
@@ -218,8 +224,8 @@ class Host:
         """The inputs of what was taken since the last time, in one tensor."""
         if not self._arrived:
             return
-        inputs = [items for _, items in self._arrived.values()]
-        ids = [item for request, _ in self._arrived.values() for item in request.items]
+        inputs = [inputs for _, inputs in self._arrived.values()]
+        ids = [item for items, _ in self._arrived.values() for item in items]
         self.fleet.items.add(ids, joined(inputs, inputs[0].shape[1:]))
         self._arrived.clear()
 
@@ -237,8 +243,8 @@ class Host:
                 case Reply():
                     self._arrived.pop(command.request_id, None)  # refused: its inputs are not needed
                     self._answered(command)
-                case TakeOffered():
-                    self.on_take(command)
+                case OffersTaken():
+                    self._taken(command)
                 case CancelTasks():
                     self.later(partial(self.fleet.deliver, command.server, command))
                 case RouteSoon():
@@ -248,7 +254,3 @@ class Host:
         slow = self.router.take_slow()
         if slow is not None:
             self.tell_later(RouterTooSlow(slow))
-
-
-def _nobody_offers(command: TakeOffered) -> None:
-    raise AssertionError(f"{command} without a front end")

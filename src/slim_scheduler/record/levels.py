@@ -44,7 +44,7 @@ _ALL_COMMANDS = (
     *_BLOCKS_COMMANDS,
     m.SendBlock,
     m.RefusedAgain,
-    m.TakeOffered,
+    m.OffersTaken,
     m.CancelTasks,
     m.RouteSoon,
     m.WakeAt,

@@ -27,7 +27,7 @@ from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.routers import parse_router
 
 if TYPE_CHECKING:
-    from slim_scheduler.engine.engine import Offer, SlimEngine
+    from slim_scheduler.engine.engine import SlimEngine, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Refused(NamedTuple):
     """An offer that the engine refused, and what its client had asked for."""
 
     asked: Asked
-    offer: "Offer"
+    ticket: "Ticket"
 
 
 class Served:

@@ -6,9 +6,11 @@ knows no transport.
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +18,21 @@ import msgspec
 
 from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome, Seconds, ServerName
+from slim_scheduler.engine.request import RequestLimits
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.encode import Answer, answer_size, spelled
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import PLATFORM, VERSION
 from slim_scheduler.serve.parameters import Asked
-from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
+from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, invalid, quote
 from slim_scheduler.serve.repository import Refused, Repository, Served
 from slim_scheduler.serve.tracing import Trace
 
 if TYPE_CHECKING:
-    from slim_scheduler.engine.engine import InferenceResult, Offer
+    from slim_scheduler.engine.engine import InferenceResult, Ticket
+
+log = logging.getLogger(__name__)
 
 EXTENSIONS = (
     "classification",
@@ -71,103 +76,113 @@ class Service:
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ended: list[tuple[Inference, InferenceResult]] = []  # that the loop's next turn answers
 
     # ---- inference
 
-    def offer(self, served: Served, asked: Asked, items: int, read: float) -> "Offer":
+    def offer(self, served: Served, asked: Asked, items: int, read: float) -> "Ticket":
         """Whether a request of so many items may come in, which was read at `read` on the monotonic clock.
 
-        Raises Refusal for what would find the queue full, or would be late. What comes in waits at its front end until
-        the engine names it; then `infer` follows.
+        Raises Refusal for what would find the queue full, or would be late. Otherwise `begin` follows, or the engine's
+        `withdraw`.
         """
         self._check_serving(served)
         waited = time.monotonic() - read
         last = served.refused
-        if last is not None and last.asked is asked and len(last.offer.items) == items:
-            if served.engine.offer_again(last.offer):
-                raise self._refusal(served, last.offer, waited)
+        if last is not None and last.asked is asked and len(last.ticket.items) == items:
+            if served.engine.offer_again(last.ticket):
+                raise self._refusal(served, last.ticket, waited)
             served.refused = None
-        offer = served.engine.offer(
-            items,
-            deadline_s=asked.deadline,
-            priority=asked.priority,
-            widths=asked.widths,
-            accuracy_floor=asked.accuracy_floor,
-            confidence_floor=asked.confidence_floor,
-            anytime=asked.anytime,
-            waited=waited,
-        )
-        if offer.refused is not None:
+        ticket = served.engine.offer(items, limits_of(asked, asked.deadline), waited)
+        if ticket.refused is not None:
             if asked.deadline is None or time.monotonic() - read < JUST_READ * asked.deadline:
-                served.refused = Refused(asked, offer)
-            raise self._refusal(served, offer, waited)
-        return offer
+                served.refused = Refused(asked, ticket)
+            raise self._refusal(served, ticket, waited)
+        return ticket
 
-    def _refusal(self, served: Served, refused: "Offer", waited: Seconds) -> Refusal:
-        assert refused.refused is not None
+    def _refusal(self, served: Served, ticket: "Ticket", waited: Seconds) -> Refusal:
+        assert ticket.refused is not None
         served.observer.finished(Outcome.REJECTED, waited, 0.0)
-        return Refusal(Kind.UNAVAILABLE, *refused.refused)
+        return Refusal(Kind.UNAVAILABLE, *ticket.refused)
 
     def _check_serving(self, served: Served) -> None:
         if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
 
-    async def infer(
+    def begin(
         self,
         served: Served,
         call: InferenceCall,
+        answered: "Answered",
         traceparent: str = "",
         arrived: float | None = None,
-        offer: "Offer | None" = None,
-    ) -> Answer:
+        ticket: "Ticket | None" = None,
+    ) -> "Inference":
         """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
 
-        `offer` is what came in of it, if its front end asked.
-
-        While it runs, what the engine keeps of the input and what the answer may take are reserved. Raises Refusal for
-        every outcome but an answer.
+        `ticket` is what came in of it, if its front end offered it. `answered` is called once, after this returns: with
+        the answer, or a Refusal for every other outcome. Until then, what the engine keeps of the input and what the
+        answer may take are reserved. Raises Refusal where it cannot begin.
         """
-        self._check_serving(served)
-        needed = call.items.size * FLOAT_BYTES + answer_size(call, served.card)
-        self.memory.reserve(needed)
+        if ticket is None:
+            self._check_serving(served)
+        inference = Inference(self, served, call, answered, traceparent, arrived)
+        self.memory.reserve(inference.reserved)
+        try:
+            inference.begin(ticket)
+        except BaseException:
+            self.memory.release(inference.reserved)
+            raise
         self.in_flight += 1
         self._idle.clear()
-        now = time.monotonic()
-        began = now if arrived is None else arrived
-        outcome = Outcome.CANCELLED
-        try:
-            result, unmet = await _run(served, call, now - began, offer)
-            outcome = result.outcome
-            if outcome is not Outcome.ANSWERED:
-                raise _refusal(outcome, result.reason, result.retry_after)
-            confidence = _confidence(served, result.items)
-            self._account(served, result.items, confidence)
-            assert result.logits is not None
-            servers = frozenset([server for item in result.items for server in item.servers])
-            source = _energy_source(served, servers)
-            precision = served.precision(servers)
-            return Answer(result.logits, result.items, source, unmet, result.timeline, confidence, precision)
-        finally:
-            now = time.monotonic()
-            served.observer.finished(outcome, now - began, now)
-            self.in_flight -= 1
-            self.memory.release(needed)
-            if not self.in_flight:
-                self._idle.set()
-            if self._trace is not None:
-                attributes: dict[str, str | int | float] = {
-                    "slim.model": served.card.name,
-                    "slim.items": len(call.items),
-                    "slim.outcome": outcome,
-                }
-                status = 200 if outcome is Outcome.ANSWERED else int(Kind.UNAVAILABLE)
-                self._trace(traceparent, now - began, status, attributes)
+        return inference
 
-    def _account(self, served: Served, items: Any, confidence: Sequence[float]) -> None:
-        table, observer = served.accuracy, served.observer
-        for at, item in enumerate(items):
-            accuracy = confidence[at] if confidence else None if table is None else table.top1(item.widths)
-            observer.item(item, spelled(item.widths), accuracy)
+    def ended(self, inference: "Inference", result: "InferenceResult") -> None:
+        """Answers it in the loop's next turn: the devices do not wait until answers are written."""
+        self._ended.append((inference, result))
+        if len(self._ended) == 1:
+            asyncio.get_running_loop().call_soon(self._answer)
+
+    def _answer(self) -> None:
+        ended, self._ended = self._ended, []
+        for inference, result in ended:
+            try:
+                inference.answer(result)
+            except Exception:  # of one, and others wait
+                log.exception("a defect of the server, in answering")
+
+    def done(self, inference: "Inference") -> None:
+        """It has its answer."""
+        self.memory.release(inference.reserved)
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
+
+    def trace(self, traceparent: str, seconds: Seconds, outcome: Outcome, served: Served, items: int) -> None:
+        """Tells of one inference, where somebody wants to know."""
+        if self._trace is not None:
+            attributes: dict[str, str | int | float] = {
+                "slim.model": served.card.name,
+                "slim.items": items,
+                "slim.outcome": outcome,
+            }
+            status = 200 if outcome is Outcome.ANSWERED else int(Kind.UNAVAILABLE)
+            self._trace(traceparent, seconds, status, attributes)
+
+    async def infer(
+        self, served: Served, call: InferenceCall, traceparent: str = "", arrived: float | None = None
+    ) -> Answer:
+        """`begin`, and waits. Raises Refusal for every outcome but an answer; cancelling it cancels the call."""
+        future: asyncio.Future[Answer | Refusal] = asyncio.get_running_loop().create_future()
+        inference = self.begin(served, call, partial(_settle, future), traceparent, arrived)
+        try:
+            end = await future
+        except asyncio.CancelledError:
+            inference.cancel()
+            raise
+        if isinstance(end, Refusal):
+            raise end
+        return end
 
     # ---- state
 
@@ -220,44 +235,144 @@ def servable(served: Served) -> bool:
     return any(view.up for view in served.engine.servers.values())
 
 
-async def _run(
-    served: Served, call: InferenceCall, waited: float, offer: "Offer | None"
-) -> "tuple[InferenceResult, str]":
-    """The engine's result, and which constraint was given up because the client preferred an answer."""
-    asked = call.asked
-    if asked.deadline is not None:
-        asked = msgspec.structs.replace(asked, deadline=asked.deadline - waited)
-    try:
-        result = await _ask(served, call, asked, offer)
-        if asked.unmet == "answer" and result.outcome is Outcome.REJECTED and result.retry_after is None:
-            if asked.confidence_floor is not None and not _calibrated(served):
-                nearest = msgspec.structs.replace(asked, confidence_floor=None)
-                return await _ask(served, call, nearest), "confidence_floor"
-            if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
-                widest = (max(served.card.widths),) * served.card.segments
-                nearest = msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest)
-                return await _ask(served, call, nearest), "accuracy_floor"
-            if asked.widths is not None:
-                return await _ask(served, call, msgspec.structs.replace(asked, widths=None)), "widths"
-        return result, "widths" if asked.replaced else ""
-    except InputError as error:
-        raise invalid(quote(error, 300)) from error
+Answered = Callable[[Answer | Refusal], None]
 
 
-def _ask(
-    served: Served, call: InferenceCall, asked: Asked, offer: "Offer | None" = None
-) -> "Coroutine[Any, Any, InferenceResult]":
-    return served.engine.infer(
-        call.items,
-        deadline_s=asked.deadline,
-        priority=asked.priority,
-        widths=asked.widths,
-        accuracy_floor=asked.accuracy_floor,
-        confidence_floor=asked.confidence_floor,
-        anytime=asked.anytime,
-        timeline=asked.timeline,
-        offer=offer,
+class Inference:
+    """One call on its way through an engine. `reserved` bytes are held for it until it has ended."""
+
+    __slots__ = (
+        "_answered",
+        "_began",
+        "_call",
+        "_engine",
+        "_for_less",
+        "_served",
+        "_service",
+        "_ticket",
+        "_trace",
+        "_unmet",
+        "reserved",
     )
+
+    def __init__(
+        self,
+        service: Service,
+        served: Served,
+        call: InferenceCall,
+        answered: Answered,
+        traceparent: str,
+        arrived: float | None,
+    ) -> None:
+        self.reserved = call.items.size * FLOAT_BYTES + answer_size(call, served.card)
+        self._service = service
+        self._served = served
+        self._engine = served.engine
+        self._call = call
+        self._answered = answered
+        self._trace = traceparent
+        self._began = time.monotonic() if arrived is None else arrived
+        self._unmet = ""  # which constraint was given up because the client preferred an answer
+        self._for_less = False  # it was asked again so
+        self._ticket: Ticket
+
+    def begin(self, ticket: "Ticket | None") -> None:
+        """Raises Refusal."""
+        asked = self._call.asked
+        if asked.replaced:
+            self._unmet = "widths"
+        if ticket is None:
+            self._ask(asked)
+            return
+        self._ticket = ticket
+        try:
+            self._engine.bring(ticket, self._call.items, self._end, asked.timeline)
+        except InputError as error:
+            raise invalid(quote(error, 300)) from error
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self._engine.cancel(self._ticket)
+
+    def _ask(self, asked: Asked) -> None:
+        deadline = None if asked.deadline is None else asked.deadline - (time.monotonic() - self._began)
+        try:
+            self._ticket = self._engine.begin(
+                self._call.items, limits_of(asked, deadline), self._end, timeline=asked.timeline
+            )
+        except InputError as error:
+            raise invalid(quote(error, 300)) from error
+
+    def _end(self, result: "InferenceResult") -> None:
+        self._service.ended(self, result)
+
+    def answer(self, result: "InferenceResult") -> None:
+        """Says what came of it, or asks again for less."""
+        outcome = result.outcome
+        end: Answer | Refusal
+        try:
+            if outcome is Outcome.ANSWERED:
+                end = self._answer_of(result)
+            elif self._ask_for_less(result):
+                return
+            else:
+                end = _refusal(outcome, result.reason, result.retry_after)
+        except Refusal as refusal:
+            end = refusal
+        except Exception:
+            log.exception("a defect of the server, in answering")
+            end = DEFECT
+        now = time.monotonic()
+        seconds = now - self._began
+        self._served.observer.finished(outcome, seconds, now)
+        self._service.done(self)
+        self._service.trace(self._trace, seconds, outcome, self._served, len(self._call.items))
+        self._answered(end)
+
+    def _answer_of(self, result: "InferenceResult") -> Answer:
+        served, items = self._served, result.items
+        assert result.logits is not None
+        confidence = _confidence(served, items)
+        table, observer = served.accuracy, served.observer
+        for at, item in enumerate(items):
+            accuracy = confidence[at] if confidence else None if table is None else table.top1(item.widths)
+            observer.item(item, spelled(item.widths), accuracy)
+        servers = frozenset([server for item in items for server in item.servers])
+        source, precision = _energy_source(served, servers), served.precision(servers)
+        return Answer(result.logits, items, source, self._unmet, result.timeline, confidence, precision)
+
+    def _ask_for_less(self, result: "InferenceResult") -> bool:
+        """Where the client prefers an answer to a constraint that cannot be met. Raises Refusal."""
+        asked, served = self._call.asked, self._served
+        if asked.unmet != "answer" or result.outcome is not Outcome.REJECTED or result.retry_after is not None:
+            return False
+        if self._for_less:
+            return False
+        if asked.confidence_floor is not None and not _calibrated(served):
+            self._unmet = "confidence_floor"
+            self._ask(msgspec.structs.replace(asked, confidence_floor=None))
+        elif asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
+            self._unmet = "accuracy_floor"
+            widest = (max(served.card.widths),) * served.card.segments
+            self._ask(msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest))
+        elif asked.widths is not None:
+            self._unmet = "widths"
+            self._ask(msgspec.structs.replace(asked, widths=None))
+        else:
+            return False
+        self._for_less = True
+        return True
+
+
+def limits_of(asked: Asked, deadline: Seconds | None) -> RequestLimits:
+    return RequestLimits(
+        deadline, asked.priority, asked.widths, asked.accuracy_floor, asked.confidence_floor, asked.anytime
+    )
+
+
+def _settle(future: "asyncio.Future[Answer | Refusal]", end: Answer | Refusal) -> None:
+    if not future.done():
+        future.set_result(end)
 
 
 def _calibrated(served: Served) -> bool:

@@ -31,6 +31,7 @@ from slim_scheduler.core.messages import (
     DispatcherEvent,
     FrontTurned,
     OfferRepeated,
+    OffersTaken,
     OfferWithdrawn,
     RefusedAgain,
     Reply,
@@ -46,7 +47,6 @@ from slim_scheduler.core.messages import (
     ServerJoined,
     ServerLeft,
     ServerReported,
-    TakeOffered,
     TasksReturned,
     TimerFired,
     WakeAt,
@@ -187,7 +187,7 @@ class Dispatcher:
             case RouteNow():
                 self._routes_soon = False
             case RequestArrived():
-                self._arrive(event, now)
+                self._arrive(event.request, now)
                 return False
             case FrontTurned():
                 self._turn_front(event, now)
@@ -262,7 +262,7 @@ class Dispatcher:
 
     def _offer(self, request: Request, now: Seconds) -> list[DispatcherCommand]:
         waiting, in_flight = len(self._fifo), len(self._ledger.items)
-        refusal = self._admission.refuse_offer(request, waiting, self.held_up, in_flight, now)
+        refusal = self._admission.refuse_offer(request, waiting, waiting - self._fresh, in_flight, now)
         self._refused = None if refusal is None else request
         return [] if refusal is None else [self._ledger.refuse(request, Outcome.REJECTED, *refusal)]
 
@@ -277,7 +277,10 @@ class Dispatcher:
     def _turn_front(self, event: FrontTurned, now: Seconds) -> None:
         offers = self._admission.offers
         taken = offers.turn(event.load, event.after_pause, self._most_in_hand, now)
-        self._commands.append(TakeOffered(taken, now + PAUSE if offers.paused else None))
+        turn_at = now + PAUSE if offers.paused else now if offers.waits else None
+        self._commands.append(OffersTaken(tuple([request.request_id for request in taken]), turn_at))
+        for request in taken:
+            self._arrive(request, now)
 
     def _look_at_offers(self, now: Seconds) -> None:
         """Answers go out: where the front end pauses, they may make room for a batch."""
@@ -287,16 +290,15 @@ class Dispatcher:
                 offers.ended(command.request_id)
         if offers.paused and offers.room_for_a_batch(self._most_in_hand):
             offers.paused = False
-            self._commands.append(TakeOffered(()))
+            self._commands.append(OffersTaken((), now))
 
     @property
     def _most_in_hand(self) -> int:
         """What the servers have at a time, or two batches: more would wait here, where refusing costs more."""
         return max(IN_HAND, sum(view.limit for view in self._fleet.views.values() if view.up))
 
-    def _arrive(self, event: RequestArrived, now: Seconds) -> None:
-        request, ledger, waiting = event.request, self._ledger, len(self._fifo)
-        self._admission.offers.arrived(request.request_id)
+    def _arrive(self, request: Request, now: Seconds) -> None:
+        ledger, waiting = self._ledger, len(self._fifo)
         if request.deadline is not None and request.deadline <= now:
             self._commands.append(ledger.refuse(request, Outcome.EXPIRED, "the deadline had passed", None))
             return

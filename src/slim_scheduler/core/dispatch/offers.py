@@ -18,21 +18,20 @@ PAUSE: Seconds = 0.005  # longer than brief batches take
 
 
 class Offers:
-    """What was offered: it waits, was taken and is on its way here, or is in hand until it is answered."""
+    """What was offered: it waits, or was taken and is in hand until it is answered."""
 
     def __init__(self) -> None:
         self.paused = False
         self._waiting: dict[RequestId, Request] = {}  # in the order in which they were read
         self._taken: dict[RequestId, Request] = {}  # and not answered
-        self._on_the_way: set[RequestId] = set()
-        self._items_waiting = self._items_taken = self._items_on_the_way = 0
+        self._items_waiting = self._items_taken = 0
         self._busy = False
         self._capacity = Capacity(1)
 
     @property
     def items(self) -> int:
-        """Of those that wait or are on their way."""
-        return self._items_waiting + self._items_on_the_way
+        """Of those that wait."""
+        return self._items_waiting
 
     @property
     def waits(self) -> bool:
@@ -54,7 +53,7 @@ class Offers:
         first = now - next(iter(self._waiting.values())).arrival if self._waiting else 0.0
         return max(first, self._capacity.wait(self._unanswered) or 0.0)
 
-    def turn(self, load: float, after_pause: bool, most: int, now: Seconds) -> tuple[RequestId, ...]:
+    def turn(self, load: float, after_pause: bool, most: int, now: Seconds) -> list[Request]:
         """Those that come in now. `most` may be in hand while the front end is busy.
 
         Nobody, and `paused`, where there is no room for a full batch: one that ends meanwhile makes it. Where none does
@@ -64,35 +63,26 @@ class Offers:
         room = min(AT_ONCE, most - len(self._taken)) if self._busy else AT_ONCE
         self.paused = self.waits and (room <= 0 or (room < AT_ONCE and not after_pause))
         if self.paused:
-            return ()
+            return []
         taken = list(islice(self._waiting.values(), room))
         items = 0
         for request in taken:
             del self._waiting[request.request_id]
             self._taken[request.request_id] = request
-            self._on_the_way.add(request.request_id)
             items += len(request.items)
         self._items_waiting -= items
         self._items_taken += items
-        self._items_on_the_way += items
         self._capacity.worked(items, now)
-        return tuple([request.request_id for request in taken])
+        return taken
 
     def room_for_a_batch(self, most: int) -> bool:
         return most - len(self._taken) >= AT_ONCE
-
-    def arrived(self, request_id: RequestId) -> None:
-        """One that was taken is with the dispatcher; of others nothing is known here."""
-        if request_id in self._on_the_way:
-            self._on_the_way.remove(request_id)
-            self._items_on_the_way -= len(self._taken[request_id].items)
 
     def ended(self, request_id: RequestId) -> None:
         """One was answered, or withdrawn."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._items_waiting -= len(waiting.items)
-        self.arrived(request_id)
         taken = self._taken.pop(request_id, None)
         if taken is not None:
             self._items_taken -= len(taken.items)
@@ -104,5 +94,3 @@ class Offers:
     def check_invariants(self) -> None:
         assert self._items_waiting == sum(len(request.items) for request in self._waiting.values()), "offers waiting"
         assert self._items_taken == sum(len(request.items) for request in self._taken.values()), "offers taken"
-        on_the_way = sum(len(self._taken[request].items) for request in self._on_the_way)
-        assert self._items_on_the_way == on_the_way, "offers on their way"

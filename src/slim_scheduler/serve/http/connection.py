@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -81,7 +81,8 @@ class Front(Protocol):
         """The longest body that this head may have. Raises Refusal for a request that is not served."""
 
     def take(self, connection: "Connection", request: HttpRequest) -> None:
-        """Takes a whole request, for which it calls `answer`, `begin` and `write`, or `serve` now or later."""
+        """Takes a whole request, for which it calls `answer`, `begin` and `write`, or `serve` now or later; `when_lost`
+        where somebody wants to know."""
 
 
 class Owner(Protocol):
@@ -124,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._missing = 0  # bytes of the body that are still to come, where its length was said
         self._overhead = self._body = 0  # bytes of the request being read: all, and its body's
         self._task: asyncio.Task[None] | None = None
+        self._lost: Callable[[], None] | None = None  # whom to tell if the client goes before it has its answer
         self._begun = False  # the answer in hand has its head out
         self._since = time.monotonic()  # when this state began
         self._unsent = 0  # bytes of answers that count as held until the socket has taken all
@@ -178,6 +180,9 @@ class Connection(asyncio.Protocol):
         self._owner.connections.discard(self)
         if self._task is not None:
             self._task.cancel()
+        if self._lost is not None:
+            self._lost()
+            self._lost = None
         self._sent()
         for request in (self._in_hand, *self._requests, self._incoming):
             if request is not None:
@@ -201,6 +206,10 @@ class Connection(asyncio.Protocol):
         self._owner.tasks.add(task)
         task.add_done_callback(self._served)
         return task
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        """Calls if the client is gone before the request in hand is answered."""
+        self._lost = tell
 
     def hold(self, request: HttpRequest, body: bytes) -> None:
         """Gives the request in hand another body, that which was in it. Raises Refusal where there is no room."""
@@ -471,7 +480,7 @@ class Connection(asyncio.Protocol):
             self._release(self._in_hand)
         self._in_hand = None
         self._begun = False
-        self._task = None
+        self._task = self._lost = None
         self._advance()
 
     def _linger(self) -> None:

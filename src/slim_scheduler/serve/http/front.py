@@ -1,13 +1,14 @@
 """What HTTP requests mean: inference here, everything else to the routes.
 
 `Connection` hands over requests that were read whole. An inference request is decoded and either refused at once or
-put in its model's intake, without an application or a task in between. Every refusal becomes its status with
+begun, without an application or a task in between. Every refusal becomes its status with
 `{"error": ...}`.
 """
 
 import asyncio
 import logging
 import re
+from functools import partial
 
 from slim_scheduler.serve.access import Guard
 from slim_scheduler.serve.compression import inflate
@@ -16,7 +17,6 @@ from slim_scheduler.serve.encode import Answer, encode_answer
 from slim_scheduler.serve.http import asgi
 from slim_scheduler.serve.http.connection import Connection
 from slim_scheduler.serve.http.fields import compressed, traceparent, whole_number
-from slim_scheduler.serve.http.intake import Intake, WaitingRequest
 from slim_scheduler.serve.http.reply import JSON, Field, Reply, refused
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.http.routes import SMALL_BODY
@@ -44,7 +44,6 @@ class HttpFront:
         self._guard = guard
         self._limits = limits
         self._routes = routes
-        self._intakes: dict[str, Intake] = {}  # by model
         self.responses: dict[int, int] = {}
 
     def check(self, request: HttpRequest, scheme: str) -> int:
@@ -76,17 +75,19 @@ class HttpFront:
             self._answer(connection, request, refused(DEFECT))
 
     def _let_in(self, connection: Connection, request: HttpRequest, served: Served) -> None:
-        """To the model's intake. Raises Refusal, also for who would be late: before the numbers are looked at."""
+        """To the model's engine. Raises Refusal, also for who would be late: before the numbers are looked at."""
         json_length = whole_number(request.headers, b"inference-header-content-length")
         header = read_header(request.body, json_length, served.card, self._limits)
-        intake = self._intake(served)
-        offer = self._service.offer(served, header.asked, header.items, request.read)
+        ticket = self._service.offer(served, header.asked, header.items, request.read)
         try:
             call = call_of(header, request.body, served.card)
+            ended = partial(self._ended, connection, request, served, call)
+            trace = traceparent(request.headers)
+            inference = self._service.begin(served, call, ended, trace, request.read, ticket)
         except Refusal:
-            served.engine.withdraw(offer)
+            served.engine.withdraw(ticket)
             raise
-        intake.put(WaitingRequest(connection, request, served, call, offer))
+        connection.when_lost(inference.cancel)
 
     async def _inflate(self, connection: Connection, request: HttpRequest, served: Served, encoding: bytes) -> None:
         """The same for a body that is compressed."""
@@ -100,30 +101,22 @@ class HttpFront:
             log.exception("a defect of the server, in infer")
             self._answer(connection, request, refused(DEFECT))
 
-    def _intake(self, served: Served) -> Intake:
-        """That of a model's engine; what waits at the one before it is begun by and by, on the new one."""
-        intake = self._intakes.get(served.card.name)
-        if intake is None or intake.engine is not served.engine:
-            intake = self._intakes[served.card.name] = Intake(served.engine, self._begin)
-        return intake
+    def _ended(
+        self, connection: Connection, request: HttpRequest, served: Served, call: InferenceCall, end: Answer | Refusal
+    ) -> None:
+        if connection.gone:
+            return
+        if isinstance(end, Refusal):
+            self._answer(connection, request, refused(end))
+        elif call.outputs and len(call.outputs) * end.logits.size > ENCODED_INLINE:
+            connection.serve(self._encode_aside(connection, request, served, call, end))
+        else:
+            self._answer(connection, request, _reply(call, end, served, request))
 
-    def _begin(self, waiting: WaitingRequest) -> asyncio.Task[None] | None:
-        return None if waiting.connection.gone else waiting.connection.serve(self._infer(waiting))
-
-    async def _infer(self, waiting: WaitingRequest) -> None:
-        request, served, call = waiting.request, waiting.served, waiting.call
-        try:
-            answer = await self._service.infer(served, call, traceparent(request.headers), request.read, waiting.offer)
-            if call.outputs and len(call.outputs) * answer.logits.size > ENCODED_INLINE:
-                reply = await asyncio.to_thread(_reply, call, answer, served, request)
-            else:
-                reply = _reply(call, answer, served, request)
-        except Refusal as refusal:
-            reply = refused(refusal)
-        except Exception:
-            log.exception("a defect of the server, in infer")
-            reply = refused(DEFECT)
-        self._answer(waiting.connection, request, reply)
+    async def _encode_aside(
+        self, connection: Connection, request: HttpRequest, served: Served, call: InferenceCall, answer: Answer
+    ) -> None:
+        self._answer(connection, request, await asyncio.to_thread(_reply, call, answer, served, request))
 
     def _answer(self, connection: Connection, request: HttpRequest, reply: Reply) -> None:
         status, fields, body = reply
@@ -134,8 +127,12 @@ class HttpFront:
 
 
 def _reply(call: InferenceCall, answer: Answer, served: Served, request: HttpRequest) -> Reply:
-    body, json_length = encode_answer(call, answer, served.card)
-    fields: list[Field] = [JSON]
-    if json_length is not None:
-        fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
-    return 200, fields, compressed(body, request.headers, fields)
+    try:
+        body, json_length = encode_answer(call, answer, served.card)
+        fields: list[Field] = [JSON]
+        if json_length is not None:
+            fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
+        return 200, fields, compressed(body, request.headers, fields)
+    except Exception:
+        log.exception("a defect of the server, in infer")
+        return refused(DEFECT)
