@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from slim_scheduler.cli.explanation import explain
+from slim_scheduler.model.checkpoint import save
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import carried_by_width
 from tests.cli.conftest import ROOT, Slim
+from tests.model.plain_networks import PlainResNet
 
 DEMO = Path("examples/demo/cluster.toml")
 SHIPPED = sorted(
@@ -87,4 +89,18 @@ def test_the_command_prints_it_and_counts_problems(slim: Slim):
     outcome = slim("doctor", "--config", DEMO)
     assert (outcome.code, "this configuration can run" in outcome.out) == (0, True)
     outcome = slim("doctor", "-c", DEMO, "--set", "router.name=ppo:nowhere")
-    assert "problems: 1" in outcome.out
+    assert (outcome.code, "problems: 1" in outcome.out) == (2, True)
+
+
+def test_what_commands_would_refuse_is_a_problem(tmp_path: Path):
+    """Data for another network, a class that is nowhere, a precision that slices do not have."""
+    (data,) = found("workload.data=pictures", subject="data")
+    assert (data.status, "was measured on digits" in data.found) == ("problem", True)
+    assert found("workload.data=digits", subject="data") == []
+    save(PlainResNet().eval(), tmp_path / "plain")
+    copied = (f"model.path={tmp_path / 'plain'}", "router.name=jsq:1", "router.fallback=jsq:1")
+    assert [finding.status for finding in found(*copied, subject="model")] == ["ok"]
+    manifest = tmp_path / "plain/manifest.json"
+    manifest.write_text(manifest.read_text().replace("tests.model.plain_networks", "nowhere.to_be_found"))
+    _, model = found(*copied, subject="model")
+    assert (model.status, "nowhere" in model.found) == ("problem", True)

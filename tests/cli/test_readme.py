@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
+from slim_scheduler.model.checkpoint import load, save
 from slim_scheduler.serve.access import Access
 from slim_scheduler.serve.server import Ports, running
 from slim_scheduler.setup.config import load_config
@@ -57,6 +60,26 @@ def test_the_class_that_a_page_shows_works_as_it_stands(tmp_path: Path, page: st
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_slimmable_network_that_a_page_shows_is_saved_and_runs_at_all_widths(tmp_path: Path, monkeypatch) -> None:
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-network.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "two_widths.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    from two_widths import TwoWidths
+
+    network = TwoWidths().eval()
+    save(network, tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    images = torch.randn(5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for widths in product(network.widths, repeat=3):
+            x, previous = images, None
+            for segment, width in enumerate(widths):
+                part = loaded.slice(segment, width, "cpu")
+                x, previous = part.run(x, previous), width
+            if len(set(widths)) == 1:
+                torch.testing.assert_close(x, network(images, widths[0]))
 
 
 def test_the_test_that_the_router_page_shows_passes(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Clients:
         await asyncio.gather(*self._tasks)
 
 
-async def test_failing_server_is_ejected_and_comes_back_when_it_works_again():
+async def test_failing_server_is_ejected_and_comes_back_when_it_works_again(caplog):
     watch, devices = Watch(), breakable("abc")
     router = {"name": "round-robin:0.5", "fallback": "jsq:0.5"}
     async with engine_of(config_of(({},) * 3, router=router), recorder=watch, devices=devices) as engine:
@@ -63,6 +63,8 @@ async def test_failing_server_is_ejected_and_comes_back_when_it_works_again():
         await clients.stop()
     assert {change.server for change in watch.seen(ServerChanged)} == {"b"}
     assert set(clients.outcomes) == {Outcome.ANSWERED}, "what failed was run again elsewhere"
+    (logged,) = [line for line in caplog.records if line.name == "slim_scheduler.engine.executor"]
+    assert (logged.getMessage(), logged.exc_info[0]) == ("b: the device is broken", RuntimeError), "the first alone"
 
 
 async def test_never_all_servers_are_ejected_and_every_request_ends_with_a_reason():

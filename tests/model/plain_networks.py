@@ -29,5 +29,18 @@ class WrongSize(PlainNetwork):
         super().__init__([nn.Flatten()], (1, 8, 8), 10)
 
 
+class WrongSlices(PlainResNet):
+    """Tells another shape after segment 0 than its slices give."""
+
+    def activation_shape(self, segment: int, width: float) -> tuple[int, ...]:
+        return (1, 2, 3) if segment == 0 else super().activation_shape(segment, width)
+
+
+class Descending(PlainResNet):
+    def __init__(self, classes: int = 10, channels: int = 8) -> None:
+        super().__init__(classes, channels)
+        self.widths = (1.0, 0.5)
+
+
 class Unstored(nn.Module):
     pass

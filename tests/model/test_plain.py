@@ -11,7 +11,7 @@ from torch import nn
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.shape import shape_of
-from tests.model.plain_networks import PlainResNet, WrongSize
+from tests.model.plain_networks import Descending, PlainResNet, WrongSize, WrongSlices
 
 
 @pytest.fixture
@@ -40,6 +40,19 @@ def test_a_loaded_network_and_its_slices_compute_what_the_saved_one_did(saved):
         assert torch.equal(loaded(x), expected)
     first, second = (loaded.slice(segment, 1.0, "cpu") for segment in range(2))
     assert torch.equal(second.run(first.run(x, None), 1.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (WrongSlices(), r"segment 0 at width 1 gives \(8, 8, 8\) an item, `activation_shape` says \(1, 2, 3\)"),
+        (Descending(), r"widths \(1\.0, 0\.5\); let them ascend"),
+    ],
+)
+def test_a_class_that_tells_other_than_it_does_is_not_saved(tmp_path, network, said):
+    with pytest.raises(InputError, match=said):
+        checkpoint.save(network, tmp_path / "mine")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_its_sizes_are_those_of_its_layers(saved):

@@ -76,7 +76,7 @@ def demo(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """A day in under a minute: three unequal live servers, real images, a surge, four routers."""
+    """Four routers through a day of 50 s: three unequal live servers, real images, a surge."""
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.engine.priority import real_time
     from slim_scheduler.run.compare import run_live, trials

@@ -1,7 +1,7 @@
 """What a configuration means: the findings behind `slim doctor --config`.
 
-Reads the configuration, the model's manifest, profiles and the router's files; starts nothing. What belongs to one
-server, to the load, or to the router is a finding of its own, with advice where something is likely not meant.
+Reads the configuration, the model, profiles and the router's files; starts nothing. What belongs to one server, to the
+load, or to the router is a finding of its own, with advice where something is likely not meant.
 """
 
 import math
@@ -14,6 +14,7 @@ from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import items_per_second
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Width
+from slim_scheduler.run.runs import accuracy_table, check_data
 from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig, WorkloadConfig
 from slim_scheduler.setup.machines import (
     build_router,
@@ -40,6 +41,8 @@ def explain(config: Config) -> list[Finding]:
         return [Finding("model", "problem", str(error), "the rest needs the network's sizes")]
     widths = ", ".join(f"{width:g}" for width in shape.widths)
     findings = [Finding("model", "ok", f"{shape.name}: {shape.segments} segments, widths {widths}")]
+    findings.extend(_network(config))
+    findings.extend(_data(config))
     for server in config.servers:
         findings.extend(_server(server, config, shape))
     try:
@@ -52,6 +55,37 @@ def explain(config: Config) -> list[Finding]:
     findings.extend(_router(config, shape, facts))
     findings.append(Finding("dispatcher", "ok", _dispatcher(config)))
     return findings
+
+
+def _network(config: Config) -> Iterator[Finding]:
+    """What keeps live servers from running it, as `bench` and `serve` would say; nothing where nothing does."""
+    from slim_scheduler.model.folder import load_model
+    from slim_scheduler.model.precision import in_precision
+
+    try:
+        model = load_model(config.model.path)
+    except InputError as error:
+        yield Finding("model", "problem", str(error), "simulations need its manifest alone")
+        return
+    for server in config.servers:
+        if server.device != "cpu" and not server.device.startswith("cuda"):
+            continue  # an engine has its own precisions, and `auto` chooses among those that run
+        try:
+            in_precision(model, server.precision)
+        except InputError as error:
+            yield Finding(f"server {server.name}", "problem", str(error))
+
+
+def _data(config: Config) -> Iterator[Finding]:
+    data = config.workload.data
+    try:
+        check_data(config, accuracy_table(config))
+    except InputError as error:
+        yield Finding("data", "problem", str(error))
+        return
+    if data != "digits" and not Path(data).is_dir():
+        advice = "simulations need its name alone, `slim bench` the folder: set workload.data"
+        yield Finding("data", "note", f"{data} is no folder here", advice)
 
 
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:

@@ -12,7 +12,11 @@ MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": 
 
 
 def add(app: typer.Typer) -> None:
-    lines = ("slim doctor", "slim doctor --json", "slim doctor --config examples/demo/cluster.toml")
+    lines = (
+        "slim doctor",
+        "slim doctor --json",
+        "slim doctor -c examples/demo/cluster.toml --set router.name=lp",
+    )
     app.command(epilog=examples(*lines))(doctor)
 
 
@@ -23,7 +27,10 @@ def doctor(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """What works on this machine, or what a configuration means, and what to do."""
+    """What works on this machine, or what a configuration means, and what to do.
+
+    With --config the exit code is 2 where something keeps it from running.
+    """
     import msgspec
 
     if config is None:
@@ -52,3 +59,5 @@ def doctor(
     out.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
     out.print(works if not problems else f"problems: {problems}")
+    if problems and config is not None:
+        raise typer.Exit(2)

@@ -10,6 +10,7 @@ runs elsewhere.
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -26,6 +27,8 @@ from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Ta
 from slim_scheduler.engine.devices.base import Device, Rows
 from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.model.protocol import SegmentSlice
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -146,6 +149,7 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._lost = threading.Event()
+        self._logged: set[type[Exception]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._brief = Brief() if on_loop and concurrency == 1 else None
         self._slowed: tuple[BatchJob, asyncio.TimerHandle, Seconds] | None = None  # and when it began to wait
@@ -264,7 +268,15 @@ class Executor:
         except Exception as error:
             if isinstance(error, DeviceLostError):
                 self._lost.set()
+            self._log(error)
             job.error = error.with_traceback(None)  # a traceback would keep the batch's tensors alive
+
+    def _log(self, error: Exception) -> None:
+        """Where it was raised, of the first of its kind: what answers say is one line."""
+        kind = type(error)
+        if kind not in self._logged and kind is not OutOfMemoryError:
+            self._logged.add(kind)
+            log.warning("%s: %s", self.name, error, exc_info=error)
 
     def _run(self, job: BatchJob) -> None:
         begin, worked = time.perf_counter(), time.thread_time()

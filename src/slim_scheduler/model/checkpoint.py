@@ -111,7 +111,8 @@ def save(
     that lie there go, unless they are of a network that answers the same.
 
     Defaults: classes are numbered, mean 0 and std 1 per channel. Raises InputError for a class that nobody could
-    import by name, or that does not build the same network again.
+    import by name, that does not build the same network again, whose widths do not ascend, or whose slices give other
+    shapes than it says.
     """
     from slim_scheduler.setup.accuracy_files import tables_in, weights_of
 
@@ -120,7 +121,10 @@ def save(
     dtype = DTYPES[training.recipe.weights_dtype if training else "float32"]
     state = {key: _stored(tensor, dtype) for key, tensor in model.state_dict().items()}
     raw = save_tensors(state)
+    if list(model.widths) != sorted(set(model.widths)):
+        raise InputError(f"network {model.name}: its class gives widths {model.widths}; let them ascend")
     shape = msgspec.structs.replace(shape_of(model), name=name)
+    _check_runs(model)
     channels = model.item_shape[0]
     manifest = Manifest(
         format=FORMAT,
@@ -147,6 +151,26 @@ def save(
         if not same or weights_of(table) != manifest.weights_sha256:
             table.unlink()
     return manifest
+
+
+def _check_runs(model: StoredNetwork) -> None:
+    """One item through the narrowest and the widest slices. Raises InputError for a shape that was not told."""
+    for width in dict.fromkeys((model.widths[0], model.widths[-1])):
+        x, previous = torch.zeros(1, *model.item_shape), None
+        for segment in range(model.segments):
+            part = model.slice(segment, width, "cpu")
+            part.build_variant(previous)
+            with torch.inference_mode():
+                x = part.run(x, previous)
+            last = segment == model.segments - 1
+            told = (model.classes,) if last else tuple(model.activation_shape(segment, width))
+            if tuple(x.shape[1:]) != told:
+                source = "classes" if last else "activation_shape"
+                raise InputError(
+                    f"network {model.name}: segment {segment} at width {width:g} gives {tuple(x.shape[1:])} an item, "
+                    f"`{source}` says {told}; make both the same"
+                )
+            previous = width
 
 
 def _manifest_or_none(folder: Path) -> Manifest | None:

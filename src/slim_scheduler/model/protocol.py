@@ -14,7 +14,8 @@ class SegmentSlice(Protocol):
     """One segment at one width, as contiguous weights of its own on one device. Dropping it frees them.
 
     The layers that read the previous segment's output exist once per previous width (`build_variant`); all else
-    exists once. Not safe to run and move from two threads at the same time.
+    exists once. Not safe to run and move from two threads at the same time. One that also has `lower(dtype)`, which
+    turns its weights into that type, runs in bf16 and fp16 too (`model/precision.py`).
     """
 
     segment: int
@@ -54,7 +55,7 @@ class SegmentSlice(Protocol):
 
 
 class SlimmableModel(Protocol):
-    """A network of `segments` parts, each of which runs at any of `widths`.
+    """A network of `segments` parts, each of which runs at any of `widths`, which ascend.
 
     `item_shape` is one input item's, (channels, height, width); `activation_shape` one item's after a segment,
     (classes,) after the last.

@@ -47,7 +47,7 @@ def simulated_run(
 
     config = in_items_per_second(config)
     accuracy = accuracy_table(config)
-    _check_data(config, accuracy)
+    check_data(config, accuracy)
     arrivals = generate(config.workload, seed, accuracy.items if accuracy else 1)
     samples = arrivals.samples.tolist()
     verdicts: dict[WidthTuple, list[bool]] = {}
@@ -111,7 +111,7 @@ def accuracy_table(config: Config) -> AccuracyTable | None:
     return read_accuracy(path) if path.exists() else None
 
 
-def _check_data(config: Config, accuracy: AccuracyTable | None) -> None:
+def check_data(config: Config, accuracy: AccuracyTable | None) -> None:
     """Raises ConfigError where the workload shows digits to a network that was not made for them, or the other way."""
     shape, path, data = load_shape(config).item_shape, config.model.path, config.workload.data
     by = "x".join(map(str, shape))
