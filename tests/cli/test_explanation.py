@@ -87,15 +87,18 @@ def test_a_missing_profile_leaves_the_rest_to_be_told():
 
 def test_the_command_prints_it_and_counts_problems(slim: Slim):
     outcome = slim("doctor", "--config", DEMO)
-    assert (outcome.code, "this configuration can run" in outcome.out) == (0, True)
+    assert (outcome.code, "this configuration can be served" in outcome.out) == (0, True)
     outcome = slim("doctor", "-c", DEMO, "--set", "router.name=ppo:nowhere")
     assert (outcome.code, "problems: 1" in outcome.out) == (2, True)
+    assert slim("doctor", "-c", DEMO, "--set", "router.name=ppo:nowhere", "--json").code == 2
+    assert slim("doctor", "-c", DEMO, "--json").code == 0
 
 
 def test_what_commands_would_refuse_is_a_problem(tmp_path: Path):
     """Data for another network, a class that is nowhere, a precision that slices do not have."""
     (data,) = found("workload.data=pictures", subject="data")
-    assert (data.status, "was measured on digits" in data.found) == ("problem", True)
+    assert data.status == "note"
+    assert "simulate, compare and bench refuse it: workload.data is pictures, but" in data.found
     assert found("workload.data=digits", subject="data") == []
     save(PlainResNet().eval(), tmp_path / "plain")
     copied = (f"model.path={tmp_path / 'plain'}", "router.name=jsq:1", "router.fallback=jsq:1")

@@ -278,9 +278,10 @@ async def test_an_offer_that_nobody_waits_for_any_more_is_cancelled_wherever_it_
     async with engine_of(config_of([{"slowdown": 50.0}])) as engine:
         offers = [engine.offer(1, RequestLimits()) for _ in range(3)]
         for offer in offers:
-            engine.bring(offer, images(1), results.append)
+            engine.bring(offer, images(1), results.append, timeline=True)
         engine.cancel(offers[0])  # before it came in
-        assert engine.counts["requests"]["received"] == 0
+        counts = engine.counts["requests"]
+        assert (counts["received"], counts["cancelled"], counts["in_flight"]) == (1, 1, 0)
         while not engine.counts["requests"]["in_flight"]:
             await asyncio.sleep(0)
         engine.cancel(offers[1])
@@ -288,4 +289,5 @@ async def test_an_offer_that_nobody_waits_for_any_more_is_cancelled_wherever_it_
         await asyncio.sleep(0)
         assert [result.outcome for result in results] == [Outcome.CANCELLED] * 2
     assert [result.outcome for result in results] == [Outcome.CANCELLED] * 2 + [Outcome.ANSWERED]
-    assert engine.counts["requests"]["cancelled"] == 1
+    assert engine.counts["requests"]["cancelled"] == 2
+    assert not engine._timelines._followed

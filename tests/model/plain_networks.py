@@ -1,8 +1,9 @@
 """Networks of a user's own, as the documents say to write them."""
 
+import torch
 from torch import Tensor, nn
 
-from slim_scheduler.model.plain import PlainNetwork
+from slim_scheduler.model.plain import PlainNetwork, PlainSlice
 
 
 class Block(nn.Module):
@@ -34,6 +35,16 @@ class WrongSlices(PlainResNet):
 
     def activation_shape(self, segment: int, width: float) -> tuple[int, ...]:
         return (1, 2, 3) if segment == 0 else super().activation_shape(segment, width)
+
+
+class NotWritten(PlainSlice):
+    def run(self, x: Tensor, previous_width: float | None) -> Tensor:
+        raise RuntimeError("not written yet")
+
+
+class Raises(PlainResNet):
+    def slice(self, segment: int, width: float, device: str) -> PlainSlice:
+        return NotWritten(self.parts[segment], segment, torch.device(device))
 
 
 class Descending(PlainResNet):

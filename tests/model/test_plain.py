@@ -11,7 +11,7 @@ from torch import nn
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.shape import shape_of
-from tests.model.plain_networks import Descending, PlainResNet, WrongSize, WrongSlices
+from tests.model.plain_networks import Descending, PlainResNet, Raises, WrongSize, WrongSlices
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def test_a_loaded_network_and_its_slices_compute_what_the_saved_one_did(saved):
     ("network", "said"),
     [
         (WrongSlices(), r"segment 0 at width 1 gives \(8, 8, 8\) an item, `activation_shape` says \(1, 2, 3\)"),
+        (Raises(), r"segment 0 at width 1 does not run: RuntimeError: not written yet"),
         (Descending(), r"widths \(1\.0, 0\.5\); let them ascend"),
     ],
 )

@@ -181,6 +181,20 @@ async def test_who_would_find_the_queue_full_is_refused_at_once_and_nobody_later
         assert engine.counts["requests"]["rejected"] == refused, "once each"
 
 
+async def test_who_prefers_an_answer_gets_it_although_another_engine_takes_the_place(images):
+    nothing: Any = None
+    async with serving(1.0) as service:
+        front = HttpFront(service, nothing, Limits(), nothing)
+        served = service.repository.served["digits"]
+        old, wish = served.engine, Constraints(accuracy_floor=0.9999, unmet="answer")
+        answers = [ask(front, images[:1], wish) for _ in range(40)]
+        await service.repository.set_router("digits", "jsq:0.5")
+        answers += [ask(front, images[:1], wish) for _ in range(40)]
+        assert served.engine is not old
+        assert await asyncio.gather(*answers) == [200] * 80
+        assert service.in_flight == service.memory.used == 0
+
+
 async def test_time_in_this_process_counts_towards_the_deadline(service, images):
     served = service.repository.served["digits"]
     call = InferenceCall(images[:1], asked=Asked(deadline=0.5))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from slim_scheduler.cli.doctor import GIB, Finding
+from slim_scheduler.cli.doctor import GIB, Finding, Status
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import items_per_second
@@ -81,7 +81,7 @@ def _data(config: Config) -> Iterator[Finding]:
     try:
         check_data(config, accuracy_table(config))
     except InputError as error:
-        yield Finding("data", "problem", str(error))
+        yield Finding("data", "note", f"simulate, compare and bench refuse it: {error}", "serve takes clients' images")
         return
     if data != "digits" and not Path(data).is_dir():
         advice = "simulations need its name alone, `slim bench` the folder: set workload.data"
@@ -189,7 +189,8 @@ def _time(workload: WorkloadConfig, facts: RouterFacts) -> Finding:
     full = 1e3 * max(_pass(server, facts.shape, widths[-1], server.max_batch) for server in servers)
     found = f"{what} {limit:g} ms; an item takes {alone:.1f} ms alone and narrow, {full:.1f} ms in wide batches"
     if limit < alone:
-        return Finding("time", "problem", found, f"no item can be in time: raise workload.{what.lower()}_ms")
+        status: Status = "problem" if workload.deadline_ms else "note"
+        return Finding("time", status, found, f"no item can be in time: raise workload.{what.lower()}_ms")
     if limit < full:
         return Finding("time", "note", found, "wide full batches on the slowest server are late: lower max_batch")
     return Finding("time", "ok", found)

@@ -29,7 +29,7 @@ def doctor(
 ) -> None:
     """What works on this machine, or what a configuration means, and what to do.
 
-    With --config the exit code is 2 where something keeps it from running.
+    With --config the exit code is 2 where something keeps it from being served.
     """
     import msgspec
 
@@ -41,10 +41,11 @@ def doctor(
         from slim_scheduler.cli.explanation import explain
         from slim_scheduler.setup.config import load_config
 
-        findings, works = explain(load_config(config, tuple(overrides or ()))), "this configuration can run"
+        findings, works = explain(load_config(config, tuple(overrides or ()))), "this configuration can be served"
+    problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         print_json(msgspec.to_builtins(findings))
-        return
+        raise typer.Exit(2 if problems and config is not None else 0)
     from rich.markup import escape
     from rich.table import Table
 
@@ -57,7 +58,6 @@ def doctor(
         table.add_row(MARKS[finding.status], escape(finding.subject), escape(finding.found) + advice)
     out = console()
     out.print(table)
-    problems = sum(finding.status == "problem" for finding in findings)
     out.print(works if not problems else f"problems: {problems}")
     if problems and config is not None:
         raise typer.Exit(2)

@@ -65,9 +65,10 @@ class RefusedAgain(Message, frozen=True, gc=False):
 
 
 class OfferWithdrawn(Message, frozen=True, gc=False):
-    """Nobody waits any more for a request that was offered and has not come in."""
+    """A request that was offered will not come in. `cancelled`: its client went away, and it is counted so."""
 
     request_id: RequestId
+    cancelled: bool = False
 
 
 class FrontTurned(Message, frozen=True, gc=False):

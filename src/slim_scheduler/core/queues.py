@@ -1,8 +1,8 @@
 """A FIFO split by key: the oldest entry names the key, and the first entries of one key are taken together.
 
-Both machines queue with it: the dispatcher keys by (segment, previous width, home), a server by (segment, requested
-width, previous width). An entry's order is (rank, sequence): rank is its time of entry, later for lower priorities, so
-that they age and never starve; the sequence breaks ties in the order of entry.
+Both machines queue with it; their keys are `core/dispatch/fifo.py`'s and `core/server/window.py`'s. An entry's order is
+(rank, sequence): rank is its time of entry, later for lower priorities, so that they age and never starve; the sequence
+breaks ties in the order of entry.
 """
 
 from collections import deque

@@ -185,7 +185,7 @@ class SlimEngine:
         if self._stopping or self._loop is None:
             return
         self._stopping = True
-        while any(ticket.inputs is not None for ticket in self._waiting.values()):
+        while self._intake.due:
             self._turn_front(0.0, True)  # what was offered, and not refused, is finished too
         if self._waiting and grace_s > 0:
             self._emptied = self._loop.create_future()
@@ -300,7 +300,9 @@ class SlimEngine:
         if ticket.inputs is None:
             self._host.tell_dispatcher(RequestCancelled(ticket.request_id))
         else:
-            self.withdraw(ticket)
+            ticket.inputs = None
+            self._timelines.take(ticket.items)
+            self._host.tell_of_offers(OfferWithdrawn(ticket.request_id, cancelled=True))
             self._end(ticket, InferenceResult(None, Outcome.CANCELLED, reason="cancelled by the client"))
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -325,7 +327,8 @@ class SlimEngine:
     def offer(self, items: int, limits: RequestLimits, waited: Seconds = 0.0) -> Ticket:
         """Asks whether a request of so many items, read `waited` seconds ago, may come in.
 
-        If it is not refused, `bring` follows, or `withdraw`.
+        If it is not refused, `bring` follows, or `withdraw`. `limits` are such as `begin` would take; they are not
+        looked at again.
         """
         ticket = self._number(items)
         if self._stopping:
@@ -381,10 +384,10 @@ class SlimEngine:
     def _end(self, ticket: Ticket, result: InferenceResult) -> None:
         del self._waiting[ticket.request_id]
         answered, ticket.answered = ticket.answered, None  # who is told may hold the ticket
-        assert answered is not None
-        answered(result)
         if not self._waiting and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
+        assert answered is not None
+        answered(result)
 
     def stop_recording(self) -> None:
         """From here on nothing is recorded: a run was cut off, and what is in flight stays so in its record."""

@@ -23,6 +23,11 @@ class Intake:
         self._load = 0.0
         self._since, self._worked = time.monotonic(), time.thread_time()
 
+    @property
+    def due(self) -> bool:
+        """Whether a turn is to come."""
+        return self._next is not None
+
     def soon(self) -> None:
         """Something was offered."""
         if self._next is None:

@@ -8,6 +8,7 @@ the network is built.
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import CheckpointError, InputError
@@ -124,7 +126,6 @@ def save(
     if list(model.widths) != sorted(set(model.widths)):
         raise InputError(f"network {model.name}: its class gives widths {model.widths}; let them ascend")
     shape = msgspec.structs.replace(shape_of(model), name=name)
-    _check_runs(model)
     channels = model.item_shape[0]
     manifest = Manifest(
         format=FORMAT,
@@ -140,6 +141,7 @@ def save(
     )
     _check_sizes(folder, manifest)
     _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
+    _check_runs(_restored(manifest, name, state))
     folder.mkdir(parents=True, exist_ok=True)
     before = _manifest_or_none(folder)
     same = before is not None and all(getattr(before, name) == getattr(manifest, name) for name in ANSWERS)
@@ -158,10 +160,16 @@ def _check_runs(model: StoredNetwork) -> None:
     for width in dict.fromkeys((model.widths[0], model.widths[-1])):
         x, previous = torch.zeros(1, *model.item_shape), None
         for segment in range(model.segments):
-            part = model.slice(segment, width, "cpu")
-            part.build_variant(previous)
-            with torch.inference_mode():
-                x = part.run(x, previous)
+            try:
+                part = model.slice(segment, width, "cpu")
+                part.build_variant(previous)
+                with torch.inference_mode():
+                    x = part.run(x, previous)
+            except Exception as error:  # the class may be anybody's
+                raise InputError(
+                    f"network {model.name}: segment {segment} at width {width:g} does not run: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             last = segment == model.segments - 1
             told = (model.classes,) if last else tuple(model.activation_shape(segment, width))
             if tuple(x.shape[1:]) != told:
@@ -224,9 +232,14 @@ def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file ({error}); fetch the model again") from None
     _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline)
-    model = _build(manifest, folder.resolve().name)
+    return _restored(manifest, folder.resolve().name, tensors).to(device)
+
+
+def _restored(manifest: Manifest, name: str, tensors: Mapping[str, Tensor]) -> StoredNetwork:
+    """The network that a manifest and its tensors are, float32."""
+    model = _build(manifest, name)
     model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in tensors.items()})
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def _build(manifest: Manifest, name: str) -> StoredNetwork:

@@ -13,6 +13,7 @@ _BLOCKS_EVENTS = (
     *_SUMMARY_EVENTS,
     m.RequestCancelled,
     m.ServerJoined,
+    m.ServerDraining,
     m.ServerLeft,
     m.RouterTooSlow,
     m.BatchFailed,

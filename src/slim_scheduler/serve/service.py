@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.types import NOT_FINITE, ItemOutcome, Outcome, Seconds, ServerName
 from slim_scheduler.engine.request import RequestLimits
@@ -121,8 +122,8 @@ class Service:
         """Runs one call on a model, its time counted from `arrived` on the monotonic clock (None: now).
 
         `ticket` is what came in of it, if its front end offered it. `answered` is called once, after this returns: with
-        the answer, or a Refusal for every other outcome. Until then, what the engine keeps of the input and what the
-        answer may take are reserved. Raises Refusal where it cannot begin.
+        the answer, or a Refusal for every other outcome. Until just before, what the engine keeps of the input and what
+        the answer may take are reserved. Raises Refusal where it cannot begin.
         """
         if ticket is None:
             self._check_serving(served)
@@ -181,7 +182,8 @@ class Service:
             inference.cancel()
             raise
         if isinstance(end, Refusal):
-            raise end
+            # Another one: a refusal that is in this frame would keep the frame, and the message with it.
+            raise Refusal(end.kind, end.message, end.retry_after)
         return end
 
     # ---- state
@@ -246,7 +248,9 @@ class Inference:
         "_began",
         "_call",
         "_engine",
+        "_accuracy",
         "_for_less",
+        "_gone",
         "_served",
         "_service",
         "_ticket",
@@ -268,12 +272,13 @@ class Inference:
         self._service = service
         self._served = served
         self._engine = served.engine
+        self._accuracy = served.accuracy  # another model may take its place meanwhile
         self._call = call
         self._answered = answered
         self._trace = traceparent
         self._began = time.monotonic() if arrived is None else arrived
         self._unmet = ""  # which constraint was given up because the client preferred an answer
-        self._for_less = False  # it was asked again so
+        self._for_less = self._gone = False  # it was asked again so; nobody waits for it
         self._ticket: Ticket
 
     def begin(self, ticket: "Ticket | None") -> None:
@@ -292,10 +297,13 @@ class Inference:
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
+        self._gone = True
         self._engine.cancel(self._ticket)
 
     def _ask(self, asked: Asked) -> None:
         deadline = None if asked.deadline is None else asked.deadline - (time.monotonic() - self._began)
+        if not self._engine.running:
+            self._engine = self._served.engine
         try:
             self._ticket = self._engine.begin(
                 self._call.items, limits_of(asked, deadline), self._end, timeline=asked.timeline
@@ -318,7 +326,7 @@ class Inference:
             else:
                 end = _refusal(outcome, result.reason, result.retry_after)
         except Refusal as refusal:
-            end = refusal
+            end = refusal.with_traceback(None)  # it would keep this frame
         except Exception:
             log.exception("a defect of the server, in answering")
             end = DEFECT
@@ -326,14 +334,14 @@ class Inference:
         seconds = now - self._began
         self._served.observer.finished(outcome, seconds, now)
         self._service.done(self)
-        self._service.trace(self._trace, seconds, outcome, self._served, len(self._call.items))
         self._answered(end)
+        self._service.trace(self._trace, seconds, outcome, self._served, len(self._call.items))
 
     def _answer_of(self, result: "InferenceResult") -> Answer:
         served, items = self._served, result.items
         assert result.logits is not None
-        confidence = _confidence(served, items)
-        table, observer = served.accuracy, served.observer
+        table, observer = self._accuracy, served.observer
+        confidence = _confidence(table, items)
         for at, item in enumerate(items):
             accuracy = confidence[at] if confidence else None if table is None else table.top1(item.widths)
             observer.item(item, spelled(item.widths), accuracy)
@@ -346,9 +354,9 @@ class Inference:
         asked, served = self._call.asked, self._served
         if asked.unmet != "answer" or result.outcome is not Outcome.REJECTED or result.retry_after is not None:
             return False
-        if self._for_less:
+        if self._for_less or self._gone:
             return False
-        if asked.confidence_floor is not None and not _calibrated(served):
+        if asked.confidence_floor is not None and (self._accuracy is None or self._accuracy.calibration is None):
             self._unmet = "confidence_floor"
             self._ask(msgspec.structs.replace(asked, confidence_floor=None))
         elif asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
@@ -375,13 +383,9 @@ def _settle(future: "asyncio.Future[Answer | Refusal]", end: Answer | Refusal) -
         future.set_result(end)
 
 
-def _calibrated(served: Served) -> bool:
-    return served.accuracy is not None and served.accuracy.calibration is not None
-
-
-def _confidence(served: Served, items: Sequence[ItemOutcome]) -> tuple[float, ...]:
+def _confidence(accuracy: AccuracyTable | None, items: Sequence[ItemOutcome]) -> tuple[float, ...]:
     """How sure each answer is; nothing where that is not known."""
-    calibration = None if served.accuracy is None else served.accuracy.calibration
+    calibration = None if accuracy is None else accuracy.calibration
     if calibration is None:
         return ()
     known = [calibration.confidence(i.widths[-1], i.margin) for i in items if i.margin is not None]

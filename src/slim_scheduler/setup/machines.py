@@ -289,8 +289,7 @@ def run_rng(seed: int, part: str) -> Generator:
 
 
 def fallback_name(config: Config, shape: ModelShape, profiled: bool) -> str:
-    """The router that decides where the configured one fails; without profiles it cannot reckon with costs."""
-    """The router that stands in. Without profiles a cost model is the shortest queue."""
+    """The router that decides where the configured one fails. Without profiles a cost model is the shortest queue."""
     middle = shape.widths[(len(shape.widths) - 1) // 2]
     name = config.router.fallback or f"cost-model:{middle:g}"
     if not profiled and parse_router(name).kind == "cost-model":

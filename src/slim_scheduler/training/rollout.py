@@ -1,7 +1,7 @@
 """Acting in the simulator with the NumPy policy: what one worker does, and the arrays it brings back.
 
 Deterministic in (seed, worker, update): an episode begins at every update that is a multiple of `episode_rollouts`, so
-that a run resumed there sees the same. What the decisions come to (returns, advantages) is `ppo.py`'s business.
+that a run resumed there sees the same. What the decisions come to (returns, advantages) is `returns.py`'s business.
 """
 
 from collections.abc import Mapping

@@ -193,7 +193,9 @@ class Dispatcher:
                 self._turn_front(event, now)
                 return False
             case OfferWithdrawn():
-                self._admission.offers.ended(event.request_id)
+                request = self._admission.offers.ended(event.request_id)
+                if event.cancelled and request is not None:
+                    self._ledger.end_unnamed(len(request.items), Outcome.CANCELLED)
                 return False
             case ServerReported():
                 self._members.hear(event.report, now)
@@ -271,7 +273,7 @@ class Dispatcher:
         last = self._refused
         if last is None or last.request_id != refused:
             return []
-        self._ledger.refuse_unnamed(len(last.items))
+        self._ledger.end_unnamed(len(last.items), Outcome.REJECTED)
         return [RefusedAgain()]
 
     def _turn_front(self, event: FrontTurned, now: Seconds) -> None:

@@ -106,9 +106,9 @@ class Ledger:
         items = tuple(ItemOutcome(item, outcome, (), (), 0.0, 0.0, None, reason) for item in request.items)
         return Reply(request.request_id, outcome, items, reason, retry_after)
 
-    def refuse_unnamed(self, items: int) -> None:
-        """A request that never takes off, and whose front end knows already what to reply."""
-        self._count_refused(items, Outcome.REJECTED)
+    def end_unnamed(self, items: int, outcome: Outcome) -> None:
+        """A request that never takes off, and whose front end knows what to reply, or that there is nobody to tell."""
+        self._count_refused(items, outcome)
 
     def _count_refused(self, items: int, outcome: Outcome) -> None:
         self.received_requests += 1

@@ -78,14 +78,15 @@ class Offers:
     def room_for_a_batch(self, most: int) -> bool:
         return most - len(self._taken) >= AT_ONCE
 
-    def ended(self, request_id: RequestId) -> None:
-        """One was answered, or withdrawn."""
+    def ended(self, request_id: RequestId) -> Request | None:
+        """One was answered, or withdrawn; which, if it was here."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._items_waiting -= len(waiting.items)
         taken = self._taken.pop(request_id, None)
         if taken is not None:
             self._items_taken -= len(taken.items)
+        return waiting or taken
 
     @property
     def _unanswered(self) -> int:

@@ -1,7 +1,7 @@
 """A device whose instances are compiled graphs: what ONNX Runtime and OpenVINO have in common.
 
 An instance holds one program per previous width, all compiled when it is loaded, so that no request waits for a
-compiler. Its bytes are those of all its programs (`setup/machines.server_shape` tells the scheduler the same).
+compiler. Its bytes are those of all its programs (`setup/machines.device_shape` tells the scheduler the same).
 """
 
 from collections.abc import Iterator

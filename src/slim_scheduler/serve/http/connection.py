@@ -180,15 +180,15 @@ class Connection(asyncio.Protocol):
         self._owner.connections.discard(self)
         if self._task is not None:
             self._task.cancel()
-        if self._lost is not None:
-            self._lost()
-            self._lost = None
         self._sent()
         for request in (self._in_hand, *self._requests, self._incoming):
             if request is not None:
                 self._release(request)
         self._requests.clear()
         self._incoming = self._in_hand = None
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost()
 
     def pause_writing(self) -> None:
         if self._writable is None:

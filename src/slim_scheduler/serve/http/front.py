@@ -1,8 +1,8 @@
 """What HTTP requests mean: inference here, everything else to the routes.
 
 `Connection` hands over requests that were read whole. An inference request is decoded and either refused at once or
-begun, without an application or a task in between. Every refusal becomes its status with
-`{"error": ...}`.
+begun, without an application in between, and without a task but for what is compressed, or large. Every refusal becomes
+its status with `{"error": ...}`.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from slim_scheduler.serve.http.reply import JSON, Field, Reply, refused
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.http.routes import SMALL_BODY
 from slim_scheduler.serve.limits import Limits
+from slim_scheduler.serve.metadata import ModelCard
 from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, quote
 from slim_scheduler.serve.repository import Served
 from slim_scheduler.serve.service import Service
@@ -81,10 +82,10 @@ class HttpFront:
         ticket = self._service.offer(served, header.asked, header.items, request.read)
         try:
             call = call_of(header, request.body, served.card)
-            ended = partial(self._ended, connection, request, served, call)
+            ended = partial(self._ended, connection, request, served.card, call)
             trace = traceparent(request.headers)
             inference = self._service.begin(served, call, ended, trace, request.read, ticket)
-        except Refusal:
+        except BaseException:
             served.engine.withdraw(ticket)
             raise
         connection.when_lost(inference.cancel)
@@ -102,21 +103,21 @@ class HttpFront:
             self._answer(connection, request, refused(DEFECT))
 
     def _ended(
-        self, connection: Connection, request: HttpRequest, served: Served, call: InferenceCall, end: Answer | Refusal
+        self, connection: Connection, request: HttpRequest, card: ModelCard, call: InferenceCall, end: Answer | Refusal
     ) -> None:
         if connection.gone:
             return
         if isinstance(end, Refusal):
             self._answer(connection, request, refused(end))
         elif call.outputs and len(call.outputs) * end.logits.size > ENCODED_INLINE:
-            connection.serve(self._encode_aside(connection, request, served, call, end))
+            connection.serve(self._encode_aside(connection, request, card, call, end))
         else:
-            self._answer(connection, request, _reply(call, end, served, request))
+            self._answer(connection, request, _reply(call, end, card, request))
 
     async def _encode_aside(
-        self, connection: Connection, request: HttpRequest, served: Served, call: InferenceCall, answer: Answer
+        self, connection: Connection, request: HttpRequest, card: ModelCard, call: InferenceCall, answer: Answer
     ) -> None:
-        self._answer(connection, request, await asyncio.to_thread(_reply, call, answer, served, request))
+        self._answer(connection, request, await asyncio.to_thread(_reply, call, answer, card, request))
 
     def _answer(self, connection: Connection, request: HttpRequest, reply: Reply) -> None:
         status, fields, body = reply
@@ -126,9 +127,9 @@ class HttpFront:
         self.responses[status] = self.responses.get(status, 0) + 1
 
 
-def _reply(call: InferenceCall, answer: Answer, served: Served, request: HttpRequest) -> Reply:
+def _reply(call: InferenceCall, answer: Answer, card: ModelCard, request: HttpRequest) -> Reply:
     try:
-        body, json_length = encode_answer(call, answer, served.card)
+        body, json_length = encode_answer(call, answer, card)
         fields: list[Field] = [JSON]
         if json_length is not None:
             fields = [BINARY, (b"inference-header-content-length", b"%d" % json_length)]
