@@ -203,7 +203,10 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
 
 
 def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
-    """Markdown: a line per load and router, means with their 95 % intervals; what is not stored is said."""
+    """Markdown: a line per load and router, means with their 95 % intervals; what is not stored is said.
+
+    The reward against the first router's is the difference, paired by seed, over the first's mean.
+    """
     seeds = experiment.each_seed
     rows = {
         (load, router): store.of(load, router, seeds, made_of(experiment, load, router, folder))
@@ -218,28 +221,31 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
     commits = sorted({run.commit[:12] for runs in rows.values() for run in runs.values()})
     measures = COLUMNS[experiment.columns]
     several = len(experiment.loads) > 1
-    head = [*(["load"] if several else []), "router", *[measure.heading for measure in measures], "answered, %"]
+    first = experiment.routers[0]
+    compared = len(experiment.routers) > 1
+    head = [
+        *(["load"] if several else []),
+        "router",
+        *[measure.heading for measure in measures],
+        *([f"reward against `{first}`, %"] if compared else []),
+        "answered, %",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (load, router), runs in rows.items():
         cells = [*([load] if several else []), f"`{router}`"]
         for measure in measures:
             value = estimate([run.metrics[measure.key] for run in runs.values()])
             cells.append(measure.show(value.mean, value.ci95).replace("−", "-"))
+        if compared:
+            cells.append("" if router == first else _percent(_relative(runs, rows[load, first])))
         cells.append(f"{_answered(list(runs.values())):.1f}")
         lines.append("| " + " | ".join(cells) + " |")
-    first = experiment.routers[0]
-    differences = [
-        f"{load + ': ' if several else ''}`{router}` {_percent(_relative(rows[load, router], rows[load, first]))}"
-        for load, router in rows
-        if router != first
-    ]
     said = [
         experiment.says,
         f"Simulated; seeds {seeds[0]} to {seeds[-1]}, mean ± 95 % interval.",
         f"Commit {', '.join(f'`{commit}`' for commit in commits)}; {command}.",
     ]
-    against = [f"Reward against `{first}`, paired by seed:", *[f"- {text}" for text in differences]]
-    return "\n".join([*said, "", *lines, "", *([against[0], "", *against[1:]] if differences else [])]).rstrip() + "\n"
+    return "\n".join([*said, "", *lines]) + "\n"
 
 
 def page(text: str, experiments: dict[str, Experiment], stored: Path = STORED) -> str:
@@ -273,7 +279,7 @@ def _percent(difference: Estimate) -> str:
     if difference.mean is None:
         return "–"
     spread = "" if difference.ci95 is None else f" ± {100 * difference.ci95:.1f}"
-    return f"{100 * difference.mean:+.1f}{spread} %"
+    return f"{100 * difference.mean:+.1f}{spread}"
 
 
 def main() -> None:

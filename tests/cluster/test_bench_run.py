@@ -1,5 +1,6 @@
 """The same commands on a cluster: a benchmark run writes its record there too, and the record replays."""
 
+import asyncio
 import json
 import signal
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from slim_scheduler.core.messages import ServerDraining
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.record.recorder import Recorder, RunInfo, read_record, replay_steps
@@ -30,16 +32,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.mark.parametrize("router", ["jsq:random", "jsq:0.25+1@0.016"])
 async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path, router):
-    """The second router lets about half of the items run again: from their pixels, wherever their first pass was."""
-    servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8})
-    config = config_of(servers, cluster={"address": "local"}, router={"name": router, "fallback": "jsq:0.5"})
+    """A server comes, is drained with work in hand, and goes. The second router lets about half of the items run again:
+    from their pixels, wherever their first pass was."""
+    servers = ({}, {"slowdown": 2.0, "batch_window_ms": 5.0}, {"slowdown": 4.0, "max_batch": 8}, {"slowdown": 3.0})
+    four = config_of(servers, cluster={"address": "local"}, router={"name": router, "fallback": "jsq:0.5"})
+    config = msgspec.structs.replace(four, servers=four.servers[:3])
     recorder = Recorder("full", lambda item, widths: None)
     engine = SlimEngine(config, NETWORK, SHAPE, seed=7, recorder=recorder, fleet=ClusterFleet)
     await engine.start()
     items = images(200)
     results = []
     for turn in range(5):
+        if turn == 1:
+            await engine.add_server(four.servers[3])
+            live = engine.config
         futures = [engine.submit(items[i : i + 1], deadline_s=30.0) for i in range(40 * turn, 40 * turn + 40)]
+        if turn == 3:
+            while not engine.servers["d"].outstanding:
+                await asyncio.sleep(0)
+            await engine.remove_server("d", grace_s=20.0)
         results += [await future for future in futures]
     engine.stop_recording()
     await engine.stop(grace_s=0)
@@ -52,12 +63,16 @@ async def test_record_of_a_cluster_run_replays_to_the_same_commands(tmp_path, ro
         assert np.allclose(result.logits, expected(item[None], ended.widths), atol=TOLERANCE)
         assert not ended.other_widths or margin(item, ended.other_widths) < 0.016 + TOLERANCE
 
-    machines = {server.name: build_server(engine.config, server.name, SHAPE) for server in config.servers}
-    machines["dispatcher"] = build_dispatcher(engine.config, SHAPE, engine.router_name, None, 7)
-    steps = 0
+    machines = {server.name: build_server(live, server.name, SHAPE) for server in live.servers}
+    machines["dispatcher"] = build_dispatcher(live, SHAPE, engine.router_name, None, 7)
+    steps, drained, seen = 0, False, set()
     for machine, now, event, commands in replay_steps(read_record(tmp_path / "record.parquet")):
         assert machines[machine].handle(event, now) == commands, f"step {steps}: {machine} at {now}: {event}"
+        drained |= isinstance(event, ServerDraining) and machines["dispatcher"].servers["d"].outstanding > 0
+        seen.add(machine)
         steps += 1
+    assert seen == {"a", "b", "c", "d", "dispatcher"}
+    assert drained, "it had work in hand when it was to go"
     assert steps > 200
 
 

@@ -13,9 +13,8 @@ import msgspec
 
 from slim_scheduler.core.accuracy import tuple_name
 from slim_scheduler.core.confidence import BINS
-from slim_scheduler.model.architecture import Architecture, architecture_of, tuple_cost
+from slim_scheduler.model.architecture import architecture_of, tuple_cost
 from slim_scheduler.model.checkpoint import Confidence, Manifest, Training, load_manifest
-from slim_scheduler.model.presets import PRESETS, Preset
 
 # Top-1 % on CIFAR-100 (arXiv 2510.09018, tables I and II)
 TABLE_I = {(0.25,) * 4: 70.30, (0.50,) * 4: 72.99, (0.75,) * 4: 74.93, (1.00,) * 4: 76.43}
@@ -37,7 +36,7 @@ def write_card(folders: Iterable[str | Path], path: str | Path) -> str:
         beside = Path(folder) / WITHOUT_TEACHER
         plain = msgspec.json.decode(beside.read_bytes(), type=Manifest) if beside.is_file() else None
         sections += model_section(Path(folder).resolve().name, load_manifest(folder), plain)
-    text = "\n\n".join(wrapped(part) for part in (*sections, DESIGNS, design_table(PRESETS.values()), LICENCES)) + "\n"
+    text = "\n\n".join(wrapped(part) for part in (*sections, PICTURE, LICENCES)) + "\n"
     Path(path).write_text(text)
     return text
 
@@ -62,14 +61,14 @@ def model_section(name: str, manifest: Manifest, plain: Manifest | None = None) 
     if test:
         parts.append(spread_line(manifest))
     if manifest.confidence is not None:
-        parts += [confidence_text(manifest.confidence), confidence_table(manifest.confidence, arch)]
+        parts.append(confidence_text(manifest.confidence))
     if test and manifest.training is not None and manifest.training.data == "cifar100" and arch.segments == 4:
         parts += ["Beside the paper's tables I and II (top-1 %, test images, single view):", paper_table(test, plain)]
         parts.append(distance_text(manifest))
         if plain is not None and plain.training is not None:
             parts.append(f"Without a teacher (`{WITHOUT_TEACHER}`; weights not shipped): {training_text(plain)}")
     if manifest.training is not None:
-        parts.append(f"{training_text(manifest)} Settings and curve: `training` in `models/{name}/manifest.json`.")
+        parts.append(training_text(manifest))
     return parts
 
 
@@ -85,8 +84,9 @@ def description(manifest: Manifest) -> str:
 
 
 def cost_table(manifest: Manifest) -> str:
-    """Multiply-adds, parameters and accuracy per uniform width."""
+    """Multiply-adds, parameters, accuracy and, where known, the confidence's error per uniform width."""
     arch, rows = architecture_of(manifest.architecture), []
+    errors = manifest.confidence.error if manifest.confidence is not None else {}
     for width in arch.widths:
         widths = (width,) * arch.segments
         macs, parameters = tuple_cost(arch, widths)
@@ -94,10 +94,10 @@ def cost_table(manifest: Manifest) -> str:
         for split in ("test", "held-out"):
             top1 = manifest.accuracy.get(split, {}).get(tuple_name(widths))
             cells.append("" if top1 is None else f"{100 * top1:.2f}")
+        cells += [f"{100 * by_tuple[tuple_name(widths)]:.2f}" for by_tuple in errors.values()]
         rows.append(cells)
-    return table(
-        ("width", "multiply-adds (M)", "parameters (M)", "top-1 %, test", "top-1 %, held-out training images"), rows
-    )
+    head = ("width", "multiply-adds (M)", "parameters (M)", "top-1 %, test", "top-1 %, held-out")
+    return table((*head, *(f"ECE %, {split}" for split in errors)), rows)
 
 
 def spread_line(manifest: Manifest) -> str:
@@ -119,15 +119,7 @@ def confidence_text(confidence: Confidence) -> str:
     where = "; ".join(
         f"on {split} images at most {100 * confidence.error[split][t]:.2f} %, at ({t})" for split, t in worst.items()
     )
-    return f"Calibration error of the confidence over all width tuples: {where}. At the uniform widths:"
-
-
-def confidence_table(confidence: Confidence, arch: Architecture) -> str:
-    rows = []
-    for width in arch.widths:
-        name = tuple_name((width,) * arch.segments)
-        rows.append([f"{width:g}", *(f"{100 * by_tuple[name]:.2f}" for by_tuple in confidence.error.values())])
-    return table(("width", *(f"error %, {split} images" for split in confidence.error)), rows)
+    return f"ECE over all width tuples: {where}."
 
 
 def paper_table(test: dict[str, float], plain: Manifest | None) -> str:
@@ -180,8 +172,7 @@ def training_text(manifest: Manifest) -> str:
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
         f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
-        f"{training.seconds / 60:.1f} minutes on the clock. One seed: the spread over seeds is not measured."
-        f"{further} {teaching_text(training)}"
+        f"{training.seconds / 60:.1f} minutes.{further} {teaching_text(training)}"
     )
 
 
@@ -199,44 +190,33 @@ def teaching_text(training: Training) -> str:
     return f"Taught by {teacher.name} (SHA-256 `{teacher.sha256[:16]}...`{top1}).{seen} {text}"
 
 
-def design_table(presets: Iterable[Preset]) -> str:
-    """What the presets cost at their uniform widths."""
-    rows = []
-    for preset in presets:
-        arch = preset.architecture
-        costs = [tuple_cost(arch, (width,) * arch.segments) for width in arch.widths]
-        macs = " / ".join(f"{m / 1e6:.0f}" for m, _ in costs)
-        rows.append([f"`{preset.name}`", "-".join(map(str, arch.channels)), macs, f"{costs[-1][1] / 1e6:.1f}"])
-    return table(("preset", "channels", "multiply-adds per width (M)", "parameters (M)"), rows)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 INTRODUCTION = (
-    "What the shipped networks are, how they were trained, and what they reach. Written by "
-    "`python -m slim_scheduler.model.card` from the manifests in `models/`: the tables are measured, not typed. "
-    "Training never looks at test images: curves and choices come from held-out training images. The confidence of an "
-    "answer is a logistic function of its margin (the difference of its two highest softmax values), fitted on "
-    f"held-out images per width of the last segment; its error is the expected calibration error over {BINS} bins."
+    "Written by `python -m slim_scheduler.model.card`: the tables are measured, not typed. Settings and training curves "
+    "are in each `models/NAME/manifest.json`. Training never looks at test images; curves and choices come from held-out "
+    "training images. Each network was trained with one seed: the spread over seeds is not measured. Confidence is a "
+    "logistic function of an answer's margin (the difference of its two highest softmax values), fitted on held-out "
+    f"images per width of the last segment. ECE is its expected calibration error over {BINS} bins."
 )
-DESIGNS = (
-    "## Presets\n\n![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
+PICTURE = (
+    "## Beside other networks\n\n"
+    "![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
     "One point per width tuple of ours, the uniform ones joined. Neither the paper nor MobileNetV2 had a teacher, so "
     "the line without one is what compares with them. MobileNetV2 x0.5 to x1.4 are four networks, each trained for "
     "itself (CIFAR-100 table of github.com/chenyaofo/pytorch-cifar-models). "
-    "Drawn by `python -m slim_scheduler.report.designs`. Multiply-adds and parameters of the networks that `slim fit` "
-    "knows:"
+    "Drawn by `python -m slim_scheduler.report.designs`."
 )
 LICENCES = (
     "## Data and licence\n\n"
     "- digits: UCI *Optical Recognition of Handwritten Digits* (Alpaydin and Kaynak 1998), CC BY 4.0, as in "
     "scikit-learn; the held-out third is fixed by a seed in `model/data.py`.\n"
     "- CIFAR-100: Krizhevsky, *Learning Multiple Layers of Features from Tiny Images*, 2009, "
-    "<https://www.cs.toronto.edu/~kriz/cifar.html>. Its authors state no licence; the images are not in this project, "
-    "users download the official binary archive themselves (its SHA-256 is checked).\n"
+    "<https://www.cs.toronto.edu/~kriz/cifar.html>. No licence is stated; the images are not in this project (the "
+    "SHA-256 of the archive that you download is checked).\n"
     "- The weights are under the project's licence, Apache-2.0."
 )
 
