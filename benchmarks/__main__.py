@@ -17,6 +17,8 @@ import benchmarks
 from slim_scheduler.run.provenance import measured_commit
 
 RESULTS = Path(__file__).parent / "results.json"
+CLONE = RESULTS.parents[1]
+WRITTEN = ("benchmarks/results.json", "docs/figures")
 
 
 def main(names: list[str]) -> int:
@@ -25,7 +27,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    commit = measured_commit(RESULTS.parent)  # before the first result changes results.json
+    commit = measured_commit(CLONE, *WRITTEN)
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for name in names or known:
         print(f"-- {name}", flush=True)

@@ -66,7 +66,7 @@ def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(result
     full = results.table(experiment, results.read_store(stored, "small"), tmp_path)
     assert full.count("\n| `") == 2
     store = results.read_store(stored, "small")
-    assert {run.commit for run in store.runs} == {measured_commit(Path())}
+    assert {run.commit for run in store.runs} == {measured_commit(Path(), *results.WRITTEN)}
     assert set(store.versions) >= {"python", "slim-scheduler", "numpy"}
     assert "seeds 0 to 1" in full
     config.write_text(whole + "\n# a comment changes nothing\n")

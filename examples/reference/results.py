@@ -41,6 +41,7 @@ CLONE = HERE.parents[1]
 EXPERIMENTS = HERE / "results.toml"
 STORED = HERE / "results"
 PAGE = CLONE / "docs" / "reference-cluster.md"
+WRITTEN = ("examples/reference/results", "docs/reference-cluster.md")
 LOOK_SEEDS = (0, 2)
 LOOK_SETTINGS = ("workload.duration_s=4", "workload.warmup_s=0.4")
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
@@ -165,7 +166,7 @@ def trace_file(trace: str) -> Path:
 
 def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE) -> int:
     """Makes the runs that are not stored, and stores each as it ends. Returns how many were made."""
-    commit = measured_commit(CLONE)
+    commit = measured_commit(CLONE, *WRITTEN)
     store = read_store(stored, experiment.name)
     made = 0
     for load in experiment.loads:

@@ -196,11 +196,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 INTRODUCTION = (
-    "Written by `python -m slim_scheduler.model.card`: the tables are measured, not typed. Settings and training curves "
-    "are in each `models/NAME/manifest.json`. Training never looks at test images; curves and choices come from held-out "
-    "training images. Each network was trained with one seed: the spread over seeds is not measured. Confidence is a "
-    "logistic function of an answer's margin (the difference of its two highest softmax values), fitted on held-out "
-    f"images per width of the last segment. ECE is its expected calibration error over {BINS} bins."
+    "Written by `python -m slim_scheduler.model.card`: the tables are measured, not typed. Settings and training "
+    "curves are in each `models/NAME/manifest.json`. Training never looks at test images; curves and choices come from "
+    "held-out training images. Each network was trained with one seed: the spread over seeds is not measured. "
+    "Confidence is a logistic function of an answer's margin (the difference of its two highest softmax values), "
+    "fitted on held-out images per width of the last segment. ECE is its expected calibration error over "
+    f"{BINS} bins."
 )
 PICTURE = (
     "## Beside other networks\n\n"

@@ -6,11 +6,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def measured_commit(folder: Path) -> str:
-    """The commit that is checked out in `folder`, and whether its tracked files are changed; `unknown` without git."""
+def measured_commit(folder: Path, *written: str) -> str:
+    """The commit that is checked out in `folder`, and whether its tracked files are changed; `unknown` without git.
+
+    `written`: files and folders, relative to `folder`, that the measurement itself writes; they are not looked at.
+    """
     try:
         commit = _git(folder, "rev-parse", "HEAD")
-        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+        others = (":(top)", *(f":(exclude){path}" for path in written))
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *others)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit} with uncommitted changes" if changed else commit
