@@ -180,6 +180,7 @@ class Executor:
             self._run_here(job, self._brief)
         else:
             self._batches.put(job)
+            time.sleep(0)  # lets go of the interpreter; else the thread waits until the loop has nothing to do
 
     def _run_here(self, job: BatchJob, brief: Brief) -> None:
         assert self._loop is not None
