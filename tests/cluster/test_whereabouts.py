@@ -10,8 +10,8 @@ from slim_scheduler.engine.cluster.wire import Forget
 LAST = 1  # of two segments
 
 
-def task(task_id: int, item: int, segment: int = 0, home: str | None = None) -> Task:
-    return Task(task_id, item, segment, 0.5 if segment else None, home, 0.0, None, 0)
+def task(task_id: int, item: int, segment: int = 0, home: str | None = None, **marks: bool) -> Task:
+    return Task(task_id, item, segment, 0.5 if segment else None, home, 0.0, None, 0, **marks)
 
 
 def block(server: str, *tasks: Task) -> Block:
@@ -85,6 +85,38 @@ def test_servers_forget_outputs_that_are_passed_and_items_that_ended():
     assert ledger.take_forgotten("b") == Forget((), (7,))
     assert ledger.take_forgotten("b") == Forget()
     assert not len(ledger)
+
+
+def first_pass_of_three(ledger: ClusterItemStore) -> None:
+    """At a, b and c; the output that lies at a is kept."""
+    send(ledger, "a", task(1, 7))
+    ledger.done("a", [1])
+    send(ledger, "b", task(2, 7, 1, "a", keep=True))
+    ledger.done("b", [2])
+    send(ledger, "c", task(3, 7, 2, "b"))
+    assert ledger.take_forgotten("a") == Forget()
+    ledger.done("c", [3])
+    ledger.answered([3], torch.tensor([[3.0]]))
+
+
+def test_a_second_pass_goes_on_from_an_output_that_was_kept():
+    ledger = two_items()
+    first_pass_of_three(ledger)
+    assert send(ledger, "b", task(4, 7, 1, "a", again=True)) == ((1,), [])
+    assert ledger.is_needed_at("a")
+    ledger.done("b", [4])
+    send(ledger, "c", task(5, 7, 2, "b", again=True))
+    assert not ledger.is_needed_at("a")
+    assert ledger.take_forgotten("a") == Forget((1,), ())
+    assert ledger.results([ItemOutcome(7, Outcome.ANSWERED, (1.0,), ("a",), 0.0, 0.0)]).tolist() == [[3.0]]
+
+
+def test_an_output_that_was_kept_for_nothing_is_forgotten():
+    ledger = two_items()
+    first_pass_of_three(ledger)
+    sources, rows = send(ledger, "b", task(4, 7, again=True))
+    assert (sources, len(rows)) == ((0,), 1)
+    assert ledger.take_forgotten("a") == Forget((1,), ())
 
 
 def test_answers_reach_their_items_and_late_ones_nobody():

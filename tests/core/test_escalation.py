@@ -1,5 +1,7 @@
 """Second passes: which items run again, what becomes of them, and what they are answered with."""
 
+from itertools import cycle
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,13 +12,13 @@ from slim_scheduler.core.dispatch.dispatcher import ANSWER_LEAD
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import CancelTasks, RequestCancelled, ServerLeft, TasksReturned, TimerFired
 from slim_scheduler.core.router.escalation import Choice, FixedEscalation, two_passes
-from slim_scheduler.core.router.plan.choices import efficient, pairs, uniform
+from slim_scheduler.core.router.plan.choices import efficient, pairs
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.router.plan.program import PlanProgram
-from slim_scheduler.core.types import Outcome
+from slim_scheduler.core.types import Decision, Outcome
 from tests.core.facts import cluster, seen, server, view
-from tests.core.networks import SEGMENTS, arrive, dispatcher, done, only, replies, request, sent
+from tests.core.networks import SEGMENTS, Scripted, arrive, dispatcher, done, only, replies, request, sent
 
 WIDE = (1.0,) * SEGMENTS
 NARROW = (0.5,) * SEGMENTS
@@ -160,6 +162,125 @@ def test_the_cost_of_either_pass_is_told():
     assert (item.compute_s, item.other_compute_s) == pytest.approx((0.06, 0.03))
 
 
+# ---- second passes that go on from an activation of the first
+
+LAST_WIDE = (0.5, 0.5, 1.0)
+REST_WIDE = (0.5, 1.0, 1.0)
+
+
+class Elsewhere(Scripted):
+    """Each decision goes to another server than the one before."""
+
+    def __init__(self, *servers):
+        super().__init__(None)
+        self._servers = cycle(servers)
+
+    def decide(self, view, rng):
+        return Decision(next(self._servers), 0.5, 8)
+
+
+def resuming(second=REST_WIDE, router=None, servers=("a",), **limits):
+    return dispatcher(router, servers, escalation=FixedEscalation(second, 0.4), **limits)
+
+
+def ran_once(machine, wider_from=SEGMENTS):
+    """The commands after one item's first pass, which is unsure; from a segment on a wider instance was free."""
+    commands = arrive(machine, request(1), 0.0)
+    for segment in range(SEGMENTS):
+        (block,) = sent(commands)
+        at, margins = segment + 1.0, (0.0,) if segment == SEGMENTS - 1 else ()
+        width = 0.75 if segment >= wider_from else None
+        commands = machine.handle(done(block, at, width=width, margins=margins), at)
+        machine.check_invariants()
+    return commands
+
+
+@pytest.mark.parametrize(("second", "segment"), [(WIDE, 0), (REST_WIDE, 1), (LAST_WIDE, 2), ((0.5, 0.75, 0.5), 1)])
+def test_a_second_pass_goes_on_where_the_tuples_differ(second, segment):
+    machine = resuming(second)
+    commands = ran_once(machine)
+    (block,) = sent(commands)
+    (task,) = block.tasks
+    assert (block.segment, block.width, block.exact, task.again) == (segment, second[segment], True, True)
+    assert (task.home, block.previous_width) == ((None, None) if segment == 0 else ("a", 0.5))
+    for at in range(segment, SEGMENTS):
+        (block,) = sent(commands)
+        assert not block.tasks[0].keep, "there is no third pass"
+        margins = (0.1,) if at == SEGMENTS - 1 else ()
+        commands = machine.handle(done(block, 4.0 + at, margins=margins), 4.0 + at)
+        machine.check_invariants()
+    (item,) = replies(commands)[0].items
+    assert (item.widths, item.other_widths, item.passes, item.margin) == (second, NARROW, 2, 0.1)
+    assert len(item.servers) == SEGMENTS
+    assert item.compute_s - item.other_compute_s == pytest.approx(0.01 * (SEGMENTS - segment)), "of what ran again"
+
+
+def test_only_activations_that_a_second_pass_may_go_on_from_are_kept():
+    for second, kept in ((WIDE, [False] * 3), (REST_WIDE, [False, True, False]), (LAST_WIDE, [False, True, True])):
+        machine = resuming(second)
+        commands, found = arrive(machine, request(1), 0.0), []
+        for segment in range(SEGMENTS):
+            (block,) = sent(commands)
+            found.append(block.tasks[0].keep)
+            commands = machine.handle(done(block, segment + 1.0, margins=(0.9,) * (segment == 2)), segment + 1.0)
+        assert found == kept
+
+
+def test_who_ran_wider_on_the_way_goes_on_from_what_is_still_alike():
+    for wider_from, segment in ((0, 0), (1, 1), (2, 2)):
+        (block,) = sent(ran_once(resuming(LAST_WIDE), wider_from))
+        assert block.segment == segment
+
+
+def test_what_is_kept_counts_as_activations_until_the_second_pass_has_read_it():
+    """Each is 128 bytes: in the last segment its input and what is kept are two."""
+    for second, room in ((WIDE, True), (REST_WIDE, False)):
+        machine = resuming(second, max_activation_bytes=256)
+        commands = arrive(machine, request(1), 0.0)
+        for segment in range(SEGMENTS - 1):
+            (block,) = sent(commands)
+            commands = machine.handle(done(block, segment + 1.0), segment + 1.0)
+        (last,) = sent(commands)
+        assert bool(sent(arrive(machine, request(2), 2.5))) == room
+    begun = sent(machine.handle(done(last, 3.0, margins=(0.0,)), 3.0))
+    assert {block.tasks[0].item for block in begun} == {100, 200}, "of two activations one is left"
+
+
+def test_a_second_pass_begins_from_the_input_where_the_kept_activation_is_lost():
+    machine = resuming(router=Elsewhere("a", "b", "b", "b"), servers=("a", "b"))
+    commands = arrive(machine, request(1), 0.0)
+    for segment in range(SEGMENTS):
+        (block,) = sent(commands)
+        if segment == 1:  # which holds what segment 1 made; segment 0's output lies at a
+            assert (block.server, block.tasks[0].home, block.tasks[0].keep) == ("b", "a", True)
+        at, margins = segment + 1.0, (0.0,) if segment == SEGMENTS - 1 else ()
+        if segment == 2:
+            machine.handle(ServerLeft("a", "its process died"), 2.5)
+        commands = machine.handle(done(block, at, margins=margins), at)
+        machine.check_invariants()
+    (block,) = sent(commands)
+    assert (block.server, block.segment, block.tasks[0].home, block.tasks[0].again) == ("b", 0, None, True)
+    (item,) = replies(through(machine, commands, 4.0, margin=0.1))[0].items
+    assert (item.widths, item.passes) == (REST_WIDE, 2)
+
+
+def test_a_resumed_pass_whose_activation_is_not_found_begins_from_the_input():
+    machine = resuming()
+    (block,) = sent(ran_once(machine))
+    lost = TasksReturned("a", 0, (block.tasks[0].task_id,), "its activation is lost", activation_lost=True)
+    commands = machine.handle(lost, 4.0)
+    assert sent(commands)[0].segment == 0
+    (item,) = replies(through(machine, commands, 4.0, margin=0.1))[0].items
+    assert (item.widths, item.passes, item.other_widths) == (REST_WIDE, 2, NARROW)
+
+
+def test_a_resumed_pass_that_is_tried_again_goes_on_from_the_same_activation():
+    machine = resuming()
+    (block,) = sent(ran_once(machine))
+    (again,) = sent(machine.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 4.0))
+    assert (again.segment, again.tasks[0].home) == (1, "a")
+
+
 # ---- confidence floors: a margin of 0.5 is a confidence of about 0.75
 
 EVEN = Calibration(dict.fromkeys((0.25, 0.5, 0.75, 1.0), Logistic(1.0, 0.0)), "held-out")
@@ -275,7 +396,7 @@ FACTS = cluster(server("a"), server("b"))  # 10 ms of device time narrow, 20 wid
 
 
 def test_a_pair_costs_what_its_second_pass_is_taken_by_and_is_right_where_either_is_that_answers():
-    found = {choice.again: choice for choice in pairs(FACTS, table(), uniform(table()))}
+    found = {choice.again: choice for choice in pairs(FACTS, table())}
     for share, choice in found.items():
         assert (choice.first, choice.second) == ((0.5, 0.5), (1.0, 1.0))
         below = table().margin((0.5, 0.5)) < choice.threshold
@@ -291,12 +412,12 @@ def test_pairs_are_made_of_efficient_tuples_and_those_that_a_mix_beats_are_left_
         data="made up",
         margins=dict.fromkeys(table().tuples, np.linspace(0, 1, 100)),  # the wrong ones are the surest
     )
-    assert pairs(FACTS, sure, uniform(sure)) == [], "a mix of the two tuples is better"
+    assert pairs(FACTS, sure) == [], "a mix of the two tuples is better"
 
 
 def test_the_program_spends_spare_time_on_second_passes():
     # 160 items/s narrow take 1.6 of the 2 seconds; 0.4 are left for 20 of the 64 wrong ones.
-    program = PlanProgram(FACTS, table(), 1.0, pairs(FACTS, table(), uniform(table())))
+    program = PlanProgram(FACTS, table(), 1.0, pairs(FACTS, table()))
     without = PlanProgram(FACTS, table()).most_accurate(160.0)
     plan = program.most_accurate(160.0)
     assert plan.accuracy > without.accuracy
@@ -309,7 +430,7 @@ def test_the_program_spends_spare_time_on_second_passes():
 def test_lp_lets_as_many_items_run_again_as_its_plan_says_and_fewer_under_more_load():
     shares = []
     for load in (110, 180):
-        plans = Plans(FACTS, table(), rho=1.0, pairs=pairs(FACTS, table(), uniform(table())))
+        plans = Plans(FACTS, table(), rho=1.0, pairs=pairs(FACTS, table()))
         router = PlanFollower(plans)
         router.decide(view(seen("a"), seen("b"), waiting=0, now=1.0, completed=load), np.random.default_rng(0))
         margins = table().margin((0.5, 0.5)).astype(float).tolist()
@@ -317,6 +438,41 @@ def test_lp_lets_as_many_items_run_again_as_its_plan_says_and_fewer_under_more_l
         assert set(decided) <= {None, (1.0, 1.0)}
         shares.append(np.mean([second is not None for second in decided]))
     assert shares[0] > shares[1] > 0
+
+
+def resumed_table() -> AccuracyTable:
+    """The same where a wide last segment is all that is needed."""
+    narrow, wide = np.arange(100) < 60, np.arange(100) < 90
+    margins = np.where(narrow, 0.9, np.linspace(0.1, 0.5, 100))
+    right = {(0.5, 0.5): narrow, (0.5, 1.0): wide, (1.0, 0.5): narrow, (1.0, 1.0): wide}
+    return AccuracyTable(right, split="held-out", data="made up", margins=dict.fromkeys(right, margins))
+
+
+def test_a_pair_that_begins_alike_costs_what_differs():
+    found = pairs(FACTS, resumed_table())
+    assert {(choice.first, choice.second, choice.shared) for choice in found} == {((0.5, 0.5), (0.5, 1.0), 1)}
+    # 160 items/s narrow take 1.6 of the 2 seconds; the 0.4 that are left are enough for 40 wide last segments.
+    plan = PlanProgram(FACTS, resumed_table(), 1.0, found).most_accurate(160.0)
+    again = sum(rate * choice.again for choice, rate in plan.choices.items())
+    assert again == pytest.approx(40.0, rel=0.02)
+    steps = {step for (_, step) in plan.steps if step.again}
+    assert {(step.segment, step.previous_width, step.width) for step in steps} == {(1, 0.5, 1.0)}
+    assert sum(plan.work.values()) == pytest.approx(2.0)
+
+
+def test_activations_are_kept_for_the_plan_that_is_followed():
+    router = PlanFollower(Plans(FACTS, resumed_table(), 1.0, pairs(FACTS, resumed_table())))
+    assert not router.may_resume((0.5,)), "before the first plan"
+    router.decide(view(seen("a"), seen("b"), waiting=0, now=1.0, completed=110), np.random.default_rng(0))
+    assert router.may_resume((0.5,))
+    assert not router.may_resume((1.0,))
+
+
+@pytest.mark.parametrize(
+    ("second", "shared"), [((0.5, 0.5, 1.0), 2), ((0.5, 1.0, 0.5), 1), ((1.0, 0.5, 0.5), 0), ((0.5, 0.5, 0.5), 2)]
+)
+def test_tuples_share_the_segments_before_the_first_difference_and_never_all(second, shared):
+    assert Choice((0.5, 0.5, 0.5), 0.6, second, 0.4, 0.2).shared == shared
 
 
 def test_a_choice_is_named_as_a_routers_w():

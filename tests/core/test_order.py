@@ -91,6 +91,6 @@ def test_a_first_pass_is_expected_at_the_widths_that_ran_lately_and_with_its_sha
         ranker.ran(segment, 1.0, REMEMBERED)
     assert ranker.of(flight, 1) == pytest.approx(4.0 * (SEGMENTS - 1))
     for _ in range(8 * REMEMBERED):
-        ranker.first_ended(WIDE)
-        ranker.first_ended(None)
+        ranker.first_ended(WIDE, 0)
+        ranker.first_ended(None, 0)
     assert ranker.of(flight, 1) == pytest.approx(4.0 * (SEGMENTS - 1) + 2.0 * SEGMENTS, abs=0.01)

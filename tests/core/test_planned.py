@@ -7,7 +7,7 @@ from numpy.random import default_rng
 
 from slim_scheduler.core.router.learned.encoders import build_encoder, escalation_of
 from slim_scheduler.core.router.learned.planned import MOST_BEHIND
-from slim_scheduler.core.router.plan.choices import pairs, uniform
+from slim_scheduler.core.router.plan.choices import pairs
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision
@@ -95,7 +95,7 @@ def on_second_pass(now, margin):
 
 
 def test_a_policy_of_second_passes_sees_pass_and_margin_beside_the_plan():
-    plans = Plans(FACTS, Table(), 1.0, pairs(FACTS, table(), uniform(table())))
+    plans = Plans(FACTS, Table(), 1.0, pairs(FACTS, table()))
     encoder = build_encoder("escalating", FACTS, 0.1, lambda: plans)
     beside = build_encoder("planned", FACTS, 0.1, lambda: plans)
     columns, more = encoder.layout.shared, slice(beside.layout.shared.size, None)
@@ -111,7 +111,7 @@ def test_a_policy_of_second_passes_sees_pass_and_margin_beside_the_plan():
 
 
 def test_the_plan_that_is_seen_says_who_runs_again():
-    plans = Plans(FACTS, table(), 1.0, pairs(FACTS, table(), uniform(table())))
+    plans = Plans(FACTS, table(), 1.0, pairs(FACTS, table()))
     encoder = build_encoder("escalating", FACTS, 0.1, lambda: plans)
     encoder.encode(view(seen("a"), seen("b"), waiting=0, now=1.0, completed=110))
     margins = table().margin((0.5, 0.5)).astype(float).tolist()

@@ -6,8 +6,8 @@ from slim_scheduler.core.types import ItemOutcome, Outcome, Task
 from slim_scheduler.engine.activations import Activations, gather, runs
 
 
-def task(task_id: int, item: int, segment: int, again: bool = False) -> Task:
-    return Task(task_id, item, segment, None, None, 0.0, None, 0, again=again)
+def task(task_id: int, item: int, segment: int, again: bool = False, keep: bool = False) -> Task:
+    return Task(task_id, item, segment, None, None, 0.0, None, 0, again=again, keep=keep)
 
 
 def test_rows_side_by_side_are_one_view_of_the_batch():
@@ -109,3 +109,35 @@ def test_a_second_pass_keeps_the_answer_of_the_first_however_often_it_is_tried()
     assert activations.results([ended(10, passes=1)]) == 1.0, "the second never came to its end"
     activations.store([task(3, 10, 0, again=True)], torch.full((1, 1), 3.0))
     assert activations.results([ended(10, passes=2)]) == 3.0
+
+
+def first_pass_of_three(activations: Activations) -> None:
+    """Its outputs are 1, 2 and 3; that of the first segment is kept."""
+    activations.add((10,), torch.zeros(1, 1))
+    for segment in range(3):
+        ran(activations, task(segment + 1, 10, segment, keep=segment == 1), segment + 1.0)
+
+
+def test_a_second_pass_goes_on_from_the_activation_that_was_kept():
+    activations = Activations()
+    first_pass_of_three(activations)
+    resumed = task(4, 10, 1, again=True)
+    activations.sent([resumed])
+    ((source, row),) = activations.inputs([resumed])[1]
+    assert source[row] == 1.0
+    activations.sent([task(5, 10, 1, again=True)])
+    assert len(activations.inputs([task(5, 10, 1, again=True)])[1]) == 1, "the same for another try"
+    assert activations.results([ended(10, passes=1)]) == 3.0
+    ran(activations, task(5, 10, 1, again=True), 20.0)
+    ran(activations, task(6, 10, 2, again=True), 30.0)
+    assert activations.results([ended(10, passes=2)]) == 30.0
+
+
+def test_what_was_kept_is_dropped_when_the_second_pass_does_not_need_it():
+    for attempts in ([task(4, 10, 0, again=True)], [task(4, 10, 1, again=True), task(5, 10, 0, again=True)]):
+        activations = Activations()
+        first_pass_of_three(activations)
+        assert activations.held_bytes == 3 * 4, "input, kept, answer"
+        for attempt in attempts:
+            activations.sent([attempt])
+        assert activations.held_bytes == 2 * 4, "input; the answer is held until the end"

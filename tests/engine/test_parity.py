@@ -34,6 +34,7 @@ from .live import SHAPE, Watch, config_of, engine_of, images, made_up_profile
         ("random", "oldest-item", 30.0, 3.0, "fifo"),
         ("jsq:0.5+1@0.9", "back", 2.0, 0.0, "fifo"),
         ("jsq:0.5+1@0.9", "back", 2.0, 0.0, "shortest"),
+        ("jsq:0.5+0.5/1/1/1@0.9", "back", 2.0, 0.0, "shortest"),
         ("random", "back", 2.0, 3.0, "least-slack"),
     ],
 )

@@ -73,7 +73,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
 
     `task_id` is new for every attempt, so an answer to an attempt that was given up is recognised and dropped.
     `home` is the server that holds the activation (None: the input, at the dispatcher). `arrival`, where given, is when
-    it counts as having come, in every queue. `again`: it is of its item's second pass.
+    it counts as having come, in every queue. `again`: it is of its item's second pass. `keep`: what it reads is still
+    needed when it has run, because a second pass may go on from there.
     """
 
     task_id: TaskId
@@ -86,6 +87,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     priority: int
     arrival: Seconds | None = None
     again: bool = False
+    keep: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

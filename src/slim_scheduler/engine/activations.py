@@ -22,16 +22,17 @@ class ItemState:
     """What the host keeps of one item on its way: its input, its newest output, and its newest attempt.
 
     `done` is the segment that made `output`, -1 before the first. The input stays until the item ends, because an item
-    whose activation is lost begins again, and so does one that runs a second time. `answer` is the first pass's, once
-    the second has begun.
+    whose activation is lost begins again, and so may one that runs a second time. `kept` are outputs, by segment, that
+    a second pass may go on from. `answer` is the first pass's, once the second has begun.
     """
 
-    __slots__ = ("answer", "done", "input", "output", "task")
+    __slots__ = ("answer", "done", "input", "kept", "output", "task")
 
     def __init__(self, source: Row) -> None:
         self.input = source
         self.output: Row | None = None
         self.answer: Row | None = None
+        self.kept: dict[int, Row] = {}
         self.done = -1
         self.task: TaskId | None = None
 
@@ -76,7 +77,9 @@ class Activations:
                 if state.done != task.segment - 1:
                     if task.again and state.answer is None:
                         state.answer = state.output
-                    state.output, state.done = None, -1
+                    state.output = state.kept.get(task.segment - 1) if task.again else None
+                    state.done = -1 if state.output is None else task.segment - 1
+                    state.kept.clear()
 
     def is_newest(self, task: Task) -> bool:
         """Whether an attempt is the newest of an item in flight."""
@@ -101,6 +104,8 @@ class Activations:
         for row, task in enumerate(tasks):
             state = self._items.get(task.item)
             if state is not None and state.task == task.task_id:
+                if task.keep and state.output is not None:
+                    state.kept[state.done] = state.output
                 state.output, state.done = (output, row), task.segment
 
     def results(self, ended: Sequence[ItemOutcome]) -> npt.NDArray[np.float32]:
@@ -125,7 +130,12 @@ class Activations:
     @property
     def held_bytes(self) -> int:
         """Bytes of the distinct tensors that rows point into."""
-        rows = [row for state in self._items.values() for row in (state.input, state.output) if row is not None]
+        rows = [
+            row
+            for state in self._items.values()
+            for row in (state.input, state.output, state.answer, *state.kept.values())
+            if row is not None
+        ]
         seen = {id(tensor): tensor.nbytes for tensor, _ in rows}
         return sum(seen.values())
 

@@ -14,7 +14,7 @@ from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.plan.choices import efficient, pair_of, pairs
+from slim_scheduler.core.router.plan.choices import pair_of, pairs
 from slim_scheduler.core.router.plan.program import SLACK, Plan, PlanProgram
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Joules, ServerName
@@ -123,7 +123,7 @@ def frontier(
 
 def _twice(facts: RouterFacts, table: AccuracyTable, rho: float) -> PlanProgram | None:
     """The program with second passes, where margins were measured."""
-    return PlanProgram(facts, table, rho, pairs(facts, table, efficient(facts, table))) if table.has_margins else None
+    return PlanProgram(facts, table, rho, pairs(facts, table)) if table.has_margins else None
 
 
 def _judged(asked: PlanProgram | None, load: float, accuracy: AccuracyTable) -> float | None:

@@ -30,7 +30,7 @@ from slim_scheduler.core.router.heuristics import (
     width_tuple,
 )
 from slim_scheduler.core.router.learned.router import LearnedRouter
-from slim_scheduler.core.router.plan.choices import pair_of, pairs, uniform
+from slim_scheduler.core.router.plan.choices import pair_of, pairs
 from slim_scheduler.core.router.plan.follower import (
     FOLLOWED_LINKS,
     FOLLOWED_PASSES,
@@ -197,7 +197,7 @@ def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:
 
 def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
-    further = pairs(facts, accuracy, uniform(accuracy)) if inputs.escalates else ()
+    further = pairs(facts, accuracy) if inputs.escalates else ()
     if name.argument is None:
         plans, passes = Plans(facts, accuracy, 1.0, further, FOLLOWED_STEPS, FOLLOWED_LINKS), FOLLOWED_PASSES
     else:

@@ -119,6 +119,7 @@ class Dispatcher:
             limits.priority_aging,
             limits.reentry_back,
             order,
+            None if escalation is None else escalation.may_resume,
         )
         self._order = order
         self._commands: list[DispatcherCommand] = []
@@ -433,16 +434,15 @@ class Dispatcher:
             if task in event.not_finite:
                 self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
                 continue
-            second = self._second_pass.widths(flight, margin, now)
-            if self._order is not None and flight.first is None:
-                self._order.remaining.first_ended(second)
-            if second is None or margin is None:
+            is_first, second = flight.first is None, self._second_pass.widths(flight, margin, now)
+            segment = 0 if second is None or margin is None else flight.go_again(second, margin)
+            if self._order is not None and is_first:
+                self._order.remaining.first_ended(second, segment)
+            if second is None:
                 self._admission.completed(now)
                 self._retries.end(flight, Outcome.ANSWERED, now, margin=margin)
                 continue
-            flight.go_again(second, margin)
-            self._fifo.let_go(flight)
-            self._fifo.enter(flight, 0, now)
+            self._fifo.resume(flight, segment, now)
             request = flight.request.request
             if request.deadline is not None:
                 heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
@@ -526,6 +526,8 @@ class Dispatcher:
         self._fleet.check_invariants()
         unsent = {flight.item for flight in self._fleet.unsent(self._ledger.items.values())}
         assert unsent == self._fifo.items_waiting(), "an item that is nowhere, or twice"
+        kept = {home for flight in self._ledger.items.values() for home in flight.kept.values()}
+        assert all(self._fleet.views[home].up for home in kept), "an activation kept at a lost server"
         held = self._held
         assert self._routes_soon or self._next_key() is None, "a task waits although somebody has credit"
         self._held = held

@@ -4,7 +4,7 @@ Owns the order, the keys and the bound on activations (segment 0 is held back wh
 continuing task never is). What is decided about the head is the dispatcher's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slim_scheduler.core.dispatch.items import ItemFlight
 from slim_scheduler.core.dispatch.order import Order
@@ -19,7 +19,7 @@ Key = tuple[int, Width | None, ServerName | None, Bounds]
 
 class GlobalFifo:
     """Waiting tasks by key, first come first served unless there is an `order`. `items` is the ledger's map of items in
-    flight."""
+    flight. `may_resume`: whether a second pass may go on after these widths; without it none does."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class GlobalFifo:
         priority_aging: Seconds,
         reentry_back: bool,
         order: Order | None = None,
+        may_resume: Callable[[WidthTuple], bool] | None = None,
     ) -> None:
         self._items = items
         self._queue: KeyedQueue[Key] = KeyedQueue()
@@ -42,6 +43,7 @@ class GlobalFifo:
         self._priority_aging = priority_aging
         self._reentry_back = reentry_back
         self._order = order
+        self._may_resume = may_resume
         self._last_task = 0
 
     def __len__(self) -> int:
@@ -56,9 +58,13 @@ class GlobalFifo:
     def go_on(self, flights: Sequence[ItemFlight], done: int, width: Width, now: Seconds) -> None:
         """Items whose segment `done` ran together at `width` leave its output behind and wait for the next segment.
 
-        It is `enter` for each; those alike are queued at once.
+        It is `enter` for each; those alike are queued at once. Outputs that a second pass may go on from are kept.
         """
         self._hold_all(flights, self._activation[done][width])
+        if self._may_resume is not None:
+            for flight in flights:
+                if flight.first is None and self._may_resume(flight.widths):
+                    flight.kept = {**flight.kept, done + 1: flight.servers[-1]}
         key: Key = (done + 1, width, flights[0].home if self._home_matters else None, None)
         tasks: list[Task] = []
         ranks: list[Seconds] = []
@@ -97,6 +103,7 @@ class GlobalFifo:
             priority,
             arrival,
             flight.first is not None,
+            segment in flight.kept,
         )
         return task, (entered if arrival is None else arrival) + self._priority_aging * priority
 
@@ -126,6 +133,13 @@ class GlobalFifo:
             self._hold_all([self._items[task.item] for task in tasks], self._reserve)
         return tasks
 
+    def resume(self, flight: ItemFlight, segment: int, now: Seconds) -> None:
+        """A second pass begins, with an activation of the first or, at segment 0, with the input."""
+        self.let_go(flight)
+        if segment:
+            self._hold_all([flight], self._activation[segment - 1][flight.widths[-1]])
+        self.enter(flight, segment, now)
+
     def let_go(self, flight: ItemFlight) -> None:
         """The item holds no activation any more."""
         self._activation_bytes -= flight.held
@@ -138,6 +152,9 @@ class GlobalFifo:
         self._queue.check_invariants()
         for _, entry in self._queue.entries():
             assert self._items[entry[2].item].task is entry[2], "a task without its item"
+        for flight in self._items.values():
+            assert all(flight.servers[s - 1] == home for s, home in flight.kept.items()), "kept where it was not made"
+            assert flight.first is None or not flight.kept, "kept for a third pass"
         assert sum(self.per_segment) == len(self._queue), "waiting per segment"
         assert self._activation_bytes == sum(f.held for f in self._items.values()) >= 0, "activation bytes"
 
@@ -151,11 +168,14 @@ class GlobalFifo:
         )
 
     def _hold_all(self, flights: Sequence[ItemFlight], each: Bytes) -> None:
-        before = 0
+        """Each holds so many bytes, and what is kept of it."""
         for flight in flights:
-            before += flight.held
-            flight.held = each
-        self._activation_bytes += each * len(flights) - before
+            held = each if not flight.kept else each + self._kept(flight)
+            self._activation_bytes += held - flight.held
+            flight.held = held
+
+    def _kept(self, flight: ItemFlight) -> Bytes:
+        return sum(self._activation[segment - 1][flight.widths[segment - 1]] for segment in flight.kept)
 
 
 def _is_first_segment(key: Key) -> bool:

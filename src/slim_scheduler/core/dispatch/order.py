@@ -38,9 +38,9 @@ class RemainingTime:
         memory = min(1.0, count / REMEMBERED)
         self._first[segment] += memory * (self._batch[segment][width] - self._first[segment])
 
-    def first_ended(self, second: WidthTuple | None) -> None:
-        """A first pass came to its end; `second`: the tuple of the second one that follows."""
-        follows = 0.0 if second is None else self._fixed(second, 0)
+    def first_ended(self, second: WidthTuple | None, segment: int) -> None:
+        """A first pass came to its end; `second`: the tuple of the second one that follows, and where it goes on."""
+        follows = 0.0 if second is None else self._fixed(second, segment)
         self._second += (follows - self._second) / REMEMBERED
 
     def _fixed(self, widths: WidthTuple, segment: int) -> Seconds:

@@ -66,7 +66,11 @@ class Retries:
         return True
 
     def lost_with(self, server: ServerName, reason: str, now: Seconds) -> int:
-        """Waiting items whose activation lay at a lost server begin again; returns how many."""
+        """Waiting items whose activation lay at a lost server begin again; returns how many. No second pass goes on
+        from one that was kept there."""
+        for flight in self._ledger.items.values():
+            if server in flight.kept.values():
+                flight.kept = {segment: home for segment, home in flight.kept.items() if home != server}
         stranded = [f for f in self._fleet.unsent(self._ledger.items.values()) if f.home == server]
         for flight in stranded:
             assert flight.task is not None

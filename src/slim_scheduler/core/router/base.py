@@ -42,6 +42,10 @@ class Escalation(Protocol):
         answered."""
         ...
 
+    def may_resume(self, ran: WidthTuple) -> bool:
+        """Whether a second pass may go on from the activation of an item whose first segments ran so."""
+        ...
+
 
 class ServerFacts(msgspec.Struct, frozen=True):
     """What is fixed about one server. Latencies are the profile's; multiply by `slowdown`.

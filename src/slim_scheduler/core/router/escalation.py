@@ -23,11 +23,22 @@ class Choice(msgspec.Struct, frozen=True, order=True):
     again: float = 0.0
 
     @property
+    def shared(self) -> int:
+        """The first segments at which both tuples are alike: the second pass goes on after these."""
+        return 0 if self.second is None else shared_segments(self.first, self.second)
+
+    @property
     def name(self) -> str:
         """As a router's W has it: `0.25`, `0.25/0.5/0.5/1`, `0.25+1@0.4`."""
         if self.second is None:
             return short(self.first)
         return f"{short(self.first)}+{short(self.second)}@{self.threshold:.4g}"
+
+
+def shared_segments(first: WidthTuple, second: WidthTuple) -> int:
+    """How many segments two tuples begin alike with, the last one excluded: somebody has to give another answer."""
+    alike = (i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return min(next(alike, len(first)), len(first) - 1)
 
 
 def short(widths: WidthTuple) -> str:
@@ -68,3 +79,6 @@ class FixedEscalation:
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         return self._second if margin < self._threshold and ran != self._second else None
+
+    def may_resume(self, ran: WidthTuple) -> bool:
+        return self._second[: len(ran)] == ran

@@ -25,9 +25,10 @@ class Location(NamedTuple):
 class ItemLocations:
     """One item's way: the outputs that are still needed, by segment, its attempts, and every server it touched."""
 
-    __slots__ = ("attempts", "outputs", "servers")
+    __slots__ = ("attempts", "kept", "outputs", "servers")
 
     def __init__(self) -> None:
+        self.kept: set[int] = set()
         self.outputs: dict[int, Location] = {}
         self.attempts: list[TaskId] = []
         self.servers: set[ServerName] = set()
@@ -59,7 +60,11 @@ class ClusterItemStore:
         self._here.sent(tasks)
         for task in tasks:
             found = self._locations.setdefault(task.item, ItemLocations())
-            for segment in [s for s in found.outputs if s != task.segment - 1]:
+            if task.keep:
+                found.kept.add(task.segment - 1)
+            elif task.again or task.segment == 0:
+                found.kept.clear()
+            for segment in [s for s in found.outputs if s != task.segment - 1 and s not in found.kept]:
                 server, output = found.outputs.pop(segment)
                 self._outputs_to_forget.setdefault(server, []).append(output)
 

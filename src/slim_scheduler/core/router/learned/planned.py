@@ -81,6 +81,10 @@ class PlannedEncoder:
         """The width tuple at which the plan lets an item run again; None where it is answered."""
         return self._ledger.second(ran, margin)
 
+    def may_resume(self, ran: WidthTuple) -> bool:
+        """Whether the plan lets second passes go on from there."""
+        return self._ledger.may_resume(ran)
+
 
 class EscalatingEncoder:
     """The planned observation of heads on either pass, as `lp` follows its plans. It is the escalation of its run."""
@@ -103,3 +107,7 @@ class EscalatingEncoder:
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         """The width tuple at which the plan lets an item run again; None where it is answered."""
         return self._planned.second(ran, margin)
+
+    def may_resume(self, ran: WidthTuple) -> bool:
+        """Whether the plan lets second passes go on from there."""
+        return self._planned.may_resume(ran)

@@ -21,7 +21,7 @@ from slim_scheduler.core.router.learned.layout import LAYOUT, Kind
 from slim_scheduler.core.router.learned.observation import Encoder, Flags, Floats, Observation
 from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSizes, build_network, masked, softmax
 from slim_scheduler.core.router.learned.situations import Situations
-from slim_scheduler.core.router.plan.choices import pairs, uniform
+from slim_scheduler.core.router.plan.choices import pairs
 from slim_scheduler.core.router.plan.follower import FOLLOWED_STEPS
 from slim_scheduler.core.router.plan.plans import RHO, Plans
 from slim_scheduler.core.types import Decision, Seconds, Width
@@ -156,7 +156,7 @@ def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: float, escala
     """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
     if not escalates:
         return Plans(facts, accuracy, rho)
-    return Plans(facts, accuracy, rho, pairs(facts, accuracy, uniform(accuracy)), FOLLOWED_STEPS)
+    return Plans(facts, accuracy, rho, pairs(facts, accuracy), FOLLOWED_STEPS)
 
 
 class _OtherCluster:

@@ -4,8 +4,8 @@ Choices are the columns of the plan's program. Accuracy and share that goes agai
 tuples are choices; of the pairs only those stay that no mix of others beats at any server (the upper hull of accuracy
 over device time), because nothing else is ever in an optimal plan of that server.
 
-Which tuples pairs are made of is the caller's: the bound takes all that are efficient, a router that chooses on
-held-out images the uniform ones alone, because the best of thousands of pairs on a few thousand images is mostly luck.
+A second pass goes on from the first's activation after the segments at which both tuples are alike, and costs the
+others. So a good second tuple need not be efficient by itself: pairs are of an efficient tuple and any wider one.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,14 @@ import numpy.typing as npt
 
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.costs import tuple_seconds
-from slim_scheduler.core.router.escalation import Choice
-from slim_scheduler.core.types import WidthTuple
+from slim_scheduler.core.router.costs import seconds_per_item, tuple_seconds
+from slim_scheduler.core.router.escalation import Choice, shared_segments
+from slim_scheduler.core.types import Width, WidthTuple
 
 SHARES = tuple(i / 20 for i in range(1, 20))  # of a first tuple's items that go again: the grid of thresholds
 MOST_EFFICIENT = 64  # tuples that pairs are made of, where more are efficient
 
 Floats = npt.NDArray[np.float64]
-
-
-def uniform(table: AccuracyTable) -> list[WidthTuple]:
-    """The tuples of one width."""
-    return [widths for widths in table.tuples if len(set(widths)) == 1]
 
 
 def pair_of(table: AccuracyTable, first: WidthTuple, second: WidthTuple, threshold: float) -> Choice:
@@ -50,30 +45,52 @@ def efficient(facts: RouterFacts, table: AccuracyTable) -> list[WidthTuple]:
     return [kept[i] for i in places.tolist()]
 
 
-def pairs(facts: RouterFacts, table: AccuracyTable, candidates: Sequence[WidthTuple]) -> list[Choice]:
-    """The pairs of candidates worth knowing on these servers, cheapest first. Raises DataError without margins."""
-    costs = _costs(facts, candidates)
-    found: list[tuple[Floats, Choice]] = [(costs[t], Choice(t, table.top1(t))) for t in candidates]
-    right = np.array([table.correct(t) for t in candidates], dtype=np.float32)  # (candidates, items)
-    for i, first in enumerate(candidates):
+def pairs(facts: RouterFacts, table: AccuracyTable) -> list[Choice]:
+    """The pairs worth knowing on these servers, cheapest first. Raises DataError without margins."""
+    tuples = list(table.tuples)
+    costs = {t: _segment_costs(facts, t) for t in tuples}
+    whole = {t: cost.sum(axis=1) for t, cost in costs.items()}
+    right = np.array([table.correct(t) for t in tuples], dtype=np.float32)  # (tuples, items)
+    # A point is device time by server and accuracy, (points, servers + 1): first of tuples alone, then of pairs.
+    points = [np.array([[*whole[t], table.top1(t)] for t in tuples])]
+    named: list[tuple[WidthTuple, WidthTuple, float, float]] = []  # of pairs: tuples, threshold, share
+    for first in efficient(facts, table):
+        wider = [j for j, second in enumerate(tuples) if np.any(whole[second] > whole[first])]
+        if not wider:
+            continue
         thresholds, shares, again = _grid(table.margin(first))  # (grid,), (grid,), (grid, items)
+        stays = (1 - again) @ table.correct(first).astype(np.float32)
         # Right answers with each second tuple: the first's where the margin is enough, the second's elsewhere.
-        accuracy = (again @ right.T + ((1 - again) @ right[i])[:, None]) / table.items  # (grid, candidates)
-        for j, second in enumerate(candidates):
-            if np.all(costs[second] <= costs[first]):
-                continue
-            found += [
-                (
-                    costs[first] + shares[k] * costs[second],
-                    Choice(first, float(accuracy[k, j]), second, float(thresholds[k]), float(shares[k])),
-                )
-                for k in range(len(thresholds))
-            ]
-    points = np.array([(*cost, choice.accuracy) for cost, choice in found])
+        accuracy = (right[wider] @ again.T + stays) / table.items  # (wider, grid)
+        rest = np.array([costs[tuples[j]][:, shared_segments(first, tuples[j]) :].sum(axis=1) for j in wider])
+        time = whole[first] + shares[:, None] * rest[:, None]  # (wider, grid, servers)
+        points.append(np.concatenate([time, accuracy[..., None]], axis=-1).reshape(-1, len(facts.servers) + 1))
+        named += [
+            (first, tuples[j], threshold, share)
+            for j in wider
+            for threshold, share in zip(thresholds.tolist(), shares.tolist(), strict=True)
+        ]
+    each = np.concatenate(points)
     kept: set[int] = set()
     for server in range(len(facts.servers)):
-        kept |= set(_hull(points[:, server], points[:, -1]))
-    return [found[i][1] for i in sorted(kept, key=lambda i: (points[i, 0], i)) if found[i][1].second is not None]
+        kept |= set(_hull(each[:, server], each[:, -1]))
+    found: list[Choice] = []
+    for i in sorted(kept, key=lambda i: (each[i, 0], i)):
+        if i >= len(tuples):
+            first, second, threshold, share = named[i - len(tuples)]
+            found.append(Choice(first, float(each[i, -1]), second, threshold, share))
+    return found
+
+
+def _segment_costs(facts: RouterFacts, widths: WidthTuple) -> Floats:
+    """Device time of an item by server and segment, (servers, segments)."""
+    before: tuple[Width | None, ...] = (None, *widths)
+    return np.array(
+        [
+            [seconds_per_item(server, segment, before[segment], width) for segment, width in enumerate(widths)]
+            for server in facts.servers.values()
+        ]
+    )
 
 
 def _costs(facts: RouterFacts, tuples: Sequence[WidthTuple]) -> dict[WidthTuple, Floats]:
@@ -93,10 +110,10 @@ def _grid(margins: npt.NDArray[np.float16]) -> tuple[Floats, Floats, npt.NDArray
 
 def _hull(x: Floats, y: Floats) -> Sequence[int]:
     """Indices of the upper left hull: highest y at each x, concave, up to the highest y of all."""
+    order = np.lexsort((-y, x))
+    best = np.maximum.accumulate(y[order])
     kept: list[int] = []
-    for i in np.lexsort((-y, x)).tolist():
-        if kept and y[i] <= y[kept[-1]]:
-            continue
+    for i in order[np.concatenate([[True], best[1:] > best[:-1]])].tolist():
         while len(kept) > 1:
             a, b = kept[-2], kept[-1]
             if (y[b] - y[a]) * (x[i] - x[a]) <= (y[i] - y[a]) * (x[b] - x[a]):

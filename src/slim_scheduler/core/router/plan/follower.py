@@ -90,6 +90,10 @@ class PlanLedger:
         given[choice] += 1
         return choice.second if margin < choice.threshold else None
 
+    def may_resume(self, ran: WidthTuple) -> bool:
+        """Whether the plan has a pair whose tuples both begin so."""
+        return self._current is not None and self._shares.may_resume(ran)
+
     def prices(self, view: View) -> Prices:
         """What device time and links are worth at the load that is planned for."""
         return self._plans.prices(self._plan_for(view))
@@ -242,6 +246,9 @@ class PlanFollower:
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         return self._ledger.second(ran, margin)
+
+    def may_resume(self, ran: WidthTuple) -> bool:
+        return self._ledger.may_resume(ran)
 
     def _soonest(self, width: Width, head: Head, view: View) -> Target:
         """Where a width is soonest done."""

@@ -146,6 +146,7 @@ class Shares:
         self.plan = plan
         self._of: dict[HeadKind, dict[Target, float]] = {}
         self._choices: dict[WidthTuple, list[Choice]] = {}
+        self._resumed = {choice.first[: choice.shared] for choice in plan.choices if choice.shared}
 
     def of(self, kind: HeadKind) -> dict[Target, float]:
         """Kinds that the plan does not have (a wider instance ran) get the shares of their segment."""
@@ -168,6 +169,10 @@ class Shares:
 
     def rate(self, choice: Choice) -> float:
         return self.plan.choices[choice]
+
+    def may_resume(self, ran: WidthTuple) -> bool:
+        """Whether second passes of the plan go on from the activation of who ran so."""
+        return ran in self._resumed
 
     def _rates(self, segment: int, previous: Width | None, again: bool) -> dict[Target, float]:
         steps = [(server, step, rate) for (server, step), rate in self.plan.steps.items() if step.segment == segment]

@@ -208,7 +208,7 @@ class PlanProgram:
         for i, choice in enumerate(self._choices):
             for step in steps_of(choice.first):
                 takers[step].append((i, 1.0))
-            for step in steps_of(choice.second or (), again=True):
+            for step in steps_of(choice.second or (), again=True)[choice.shared :]:
                 takers[step].append((i, choice.again))
         for step in self._steps:
             served = [(self._place[name, step], -1.0) for name in self._names]
