@@ -119,6 +119,15 @@ def test_an_output_that_was_kept_for_nothing_is_forgotten():
     assert ledger.take_forgotten("a") == Forget((1,), ())
 
 
+def test_what_a_first_pass_kept_is_forgotten_when_it_begins_again():
+    ledger = two_items()
+    send(ledger, "a", task(1, 7))
+    ledger.done("a", [1])
+    send(ledger, "b", task(2, 7, 1, "a", keep=True))
+    send(ledger, "b", task(3, 7))  # b's activation was lost
+    assert ledger.take_forgotten("a") == Forget((1,), ())
+
+
 def test_answers_reach_their_items_and_late_ones_nobody():
     ledger = two_items()
     send(ledger, "a", task(1, 7), task(2, 8))

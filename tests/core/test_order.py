@@ -94,3 +94,6 @@ def test_a_first_pass_is_expected_at_the_widths_that_ran_lately_and_with_its_sha
         ranker.first_ended(WIDE, 0)
         ranker.first_ended(None, 0)
     assert ranker.of(flight, 1) == pytest.approx(4.0 * (SEGMENTS - 1) + 2.0 * SEGMENTS, abs=0.01)
+    for _ in range(16 * REMEMBERED):
+        ranker.first_ended(WIDE, SEGMENTS - 1)
+    assert ranker.of(flight, 1) == pytest.approx(4.0 * (SEGMENTS - 1) + 4.0, abs=0.01), "the last segment goes again"

@@ -326,7 +326,8 @@ class Simulation:
         if self._config.faults:
             for server in self.servers.values():
                 if server.activations:
-                    server.activations.difference_update(item.item for item in command.items)
+                    segments = range(self._segments)
+                    server.activations.difference_update((item.item, s) for item in command.items for s in segments)
         if not self._open:
             self._finish_if_drained()
 
@@ -354,19 +355,20 @@ class Simulation:
 
     def _without_lost_activations(self, server: SimulatedServer, block: Block) -> Block:
         """Gives back the tasks whose home crashed since, or does not answer."""
-        lost = tuple([task.task_id for task in block.tasks if not self._can_fetch(server, task.home, task.item)])
+        made = block.segment - 1
+        lost = tuple([t.task_id for t in block.tasks if not self._can_fetch(server, t.home, (t.item, made))])
         if not lost or server.condition is not Condition.UP:
             return block
         reason = "its activation is lost"
         self._from_server(server, TasksReturned(server.name, server.incarnation, lost, reason, activation_lost=True))
         return msgspec.structs.replace(block, tasks=tuple([t for t in block.tasks if t.task_id not in lost]))
 
-    def _can_fetch(self, server: SimulatedServer, home: ServerName | None, item: ItemId) -> bool:
+    def _can_fetch(self, server: SimulatedServer, home: ServerName | None, output: tuple[ItemId, int]) -> bool:
         if home is None:
             return True
         holder = self.servers[home]
         assert holder.activations is not None
-        return item in holder.activations and (holder is server or holder.condition is Condition.UP)
+        return output in holder.activations and (holder is server or holder.condition is Condition.UP)
 
     def _send_cancel(self, command: CancelTasks) -> None:
         self._mail.cancellation(command, self.servers[command.server].receive)

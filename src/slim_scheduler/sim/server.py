@@ -62,8 +62,8 @@ class SimulatedServer:
         self.condition = Condition.UP
         self.incarnation = 0
         self.scheduler = build(0)
-        # Items whose last finished segment's output lies here; None: nobody asks, because nothing gets lost.
-        self.activations: set[ItemId] | None = None
+        # The items and segments whose outputs lie here; None: nobody asks, because nothing gets lost.
+        self.activations: set[tuple[ItemId, int]] | None = None
         # Margins of the answers of a batch that ran, none before the last segment; None: nobody asks.
         self.margins: Callable[[Batch], tuple[float, ...]] | None = None
         self._build = build
@@ -124,7 +124,7 @@ class SimulatedServer:
         batch_id, energy = self.device.finish(self._agenda.now)
         batch = self._running.pop(batch_id)
         if self.activations is not None:
-            self.activations.update(task.item for task in batch.tasks)
+            self.activations.update((task.item, task.segment) for task in batch.tasks)
         margins = () if self.margins is None else self.margins(batch)
         self._handle(BatchDone(batch_id, energy, (), margins))
 

@@ -19,7 +19,8 @@ Key = tuple[int, Width | None, ServerName | None, Bounds]
 
 class GlobalFifo:
     """Waiting tasks by key, first come first served unless there is an `order`. `items` is the ledger's map of items in
-    flight. `may_resume`: whether a second pass may go on after these widths; without it none does."""
+    flight. `may_resume`: whether a second pass may go on after these widths, where the request asks for none; without
+    it none does."""
 
     def __init__(
         self,
@@ -63,7 +64,8 @@ class GlobalFifo:
         self._hold_all(flights, self._activation[done][width])
         if self._may_resume is not None:
             for flight in flights:
-                if flight.first is None and self._may_resume(flight.widths):
+                asks = flight.constraints is not None or flight.request.request.confidence_floor is not None
+                if not asks and self._may_resume(flight.widths):
                     flight.kept = {**flight.kept, done + 1: flight.servers[-1]}
         key: Key = (done + 1, width, flights[0].home if self._home_matters else None, None)
         tasks: list[Task] = []

@@ -41,6 +41,11 @@ def shared_segments(first: WidthTuple, second: WidthTuple) -> int:
     return min(next(alike, len(first)), len(first) - 1)
 
 
+def is_wider(second: WidthTuple, ran: WidthTuple) -> bool:
+    """Whether a second pass has anything to add to what ran: some segment of it is wider."""
+    return any(b > a for a, b in zip(ran, second, strict=True))
+
+
 def short(widths: WidthTuple) -> str:
     """A uniform tuple as its width."""
     return "/".join(f"{width:g}" for width in (widths[:1] if len(set(widths)) == 1 else widths))
@@ -78,7 +83,7 @@ class FixedEscalation:
         self.pairs = pairs
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
-        return self._second if margin < self._threshold and ran != self._second else None
+        return self._second if margin < self._threshold and is_wider(self._second, ran) else None
 
     def may_resume(self, ran: WidthTuple) -> bool:
         return self._second[: len(ran)] == ran

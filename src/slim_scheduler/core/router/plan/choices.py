@@ -2,10 +2,11 @@
 
 Choices are the columns of the plan's program. Accuracy and share that goes again come from the table's items. All
 tuples are choices; of the pairs only those stay that no mix of others beats at any server (the upper hull of accuracy
-over device time), because nothing else is ever in an optimal plan of that server.
+over device time).
 
 A second pass goes on from the first's activation after the segments at which both tuples are alike, and costs the
-others. So a good second tuple need not be efficient by itself: pairs are of an efficient tuple and any wider one.
+others. So a good second tuple need not be efficient by itself: pairs are of an efficient tuple and any dearer one.
+Pairs that begin with another tuple are not looked at.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from slim_scheduler.core.router.escalation import Choice, shared_segments
 from slim_scheduler.core.types import Width, WidthTuple
 
 SHARES = tuple(i / 20 for i in range(1, 20))  # of a first tuple's items that go again: the grid of thresholds
-MOST_EFFICIENT = 64  # tuples that pairs are made of, where more are efficient
+MOST_FIRST = 64  # tuples that pairs begin with, where more are efficient
+MOST_SECOND = 1024  # tuples that pairs end with; where there are more, only the efficient ones
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,20 +43,21 @@ def efficient(facts: RouterFacts, table: AccuracyTable) -> list[WidthTuple]:
         if table.top1(widths) > best:
             best = table.top1(widths)
             kept.append(widths)
-    places = np.linspace(0, len(kept) - 1, min(len(kept), MOST_EFFICIENT)).round().astype(int)
+    places = np.linspace(0, len(kept) - 1, min(len(kept), MOST_FIRST)).round().astype(int)
     return [kept[i] for i in places.tolist()]
 
 
 def pairs(facts: RouterFacts, table: AccuracyTable) -> list[Choice]:
     """The pairs worth knowing on these servers, cheapest first. Raises DataError without margins."""
-    tuples = list(table.tuples)
+    firsts = efficient(facts, table)
+    tuples = list(table.tuples) if len(table.tuples) <= MOST_SECOND else firsts
     costs = {t: _segment_costs(facts, t) for t in tuples}
     whole = {t: cost.sum(axis=1) for t, cost in costs.items()}
     right = np.array([table.correct(t) for t in tuples], dtype=np.float32)  # (tuples, items)
     # A point is device time by server and accuracy, (points, servers + 1): first of tuples alone, then of pairs.
     points = [np.array([[*whole[t], table.top1(t)] for t in tuples])]
     named: list[tuple[WidthTuple, WidthTuple, float, float]] = []  # of pairs: tuples, threshold, share
-    for first in efficient(facts, table):
+    for first in firsts:
         wider = [j for j, second in enumerate(tuples) if np.any(whole[second] > whole[first])]
         if not wider:
             continue

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numpy.random import Generator
 
 from slim_scheduler.core.router.costs import choices_of, items_per_second, server_costs
-from slim_scheduler.core.router.escalation import Choice
+from slim_scheduler.core.router.escalation import Choice, is_wider
 from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.router.plan.plans import Fleet, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
@@ -78,7 +78,7 @@ class PlanLedger:
 
     def second(self, ran: WidthTuple, margin: float) -> WidthTuple | None:
         """The second tuple of the choice that is most behind among those that begin with `ran`, where the margin is
-        below its threshold."""
+        below its threshold and not as much has run already."""
         if self._current is None:
             return None
         shares = self._shares
@@ -88,7 +88,8 @@ class PlanLedger:
         done, total = sum(given.values()) + 1, sum(rates.values())
         choice = max(choices, key=lambda c: rates[c] / total * done - given[c])
         given[choice] += 1
-        return choice.second if margin < choice.threshold else None
+        second = choice.second if margin < choice.threshold else None
+        return second if second is not None and is_wider(second, ran) else None
 
     def may_resume(self, ran: WidthTuple) -> bool:
         """Whether the plan has a pair whose tuples both begin so."""

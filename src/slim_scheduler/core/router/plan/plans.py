@@ -154,7 +154,7 @@ class Shares:
         if found is None:
             rates = self._rates(kind.segment, kind.previous_width, kind.again)
             if kind.home is not None and kind.previous_width is not None:
-                rates = self._near(rates, kind.segment, kind.previous_width, kind.home)
+                rates = self._near(rates, kind.segment, kind.previous_width, kind.home, kind.again)
             total = sum(rates.values())
             found = self._of[kind] = {target: rate / total for target, rate in rates.items()}
         return found
@@ -183,12 +183,13 @@ class Shares:
             rates[server, step.width] = rates.get((server, step.width), 0.0) + rate
         return rates
 
-    def _near(self, rates: dict[Target, float], segment: int, previous: Width, home: ServerName) -> dict[Target, float]:
+    def _near(
+        self, rates: dict[Target, float], segment: int, previous: Width, home: ServerName, again: bool
+    ) -> dict[Target, float]:
         """Shares of what lies at `home`: the plan's part of it stays, the rest goes where the plan wants it moved."""
         plan = self.plan
-        left = (segment - 1, previous)
-        here = sum(r for (s, step), r in plan.steps.items() if s == home and (step.segment, step.width) == left)
-        stays = {s: r for (k, w, s), r in plan.stays.items() if (k, w) == (segment - 1, previous)}
+        here = plan.lies.get((segment - 1, previous, home, again), 0.0)
+        stays = {s: r for (k, w, s, a), r in plan.stays.items() if (k, w, a) == (segment - 1, previous, again)}
         into: dict[ServerName, float] = {}
         for (server, _), rate in rates.items():
             into[server] = into.get(server, 0.0) + rate

@@ -1,7 +1,8 @@
 """The linear program behind `slim frontier` and the router `lp`: what any router can hold on given devices and links.
 
 Variables are rates in items per second: of every choice (a width tuple, or a pair with a threshold), of every (server,
-segment, previous width, width, pass), and of what stays at its server between two segments. A choice's accuracy
+segment, previous width, width, pass), of what stays at its server between two segments, and of the activations there
+that second passes go on from. A choice's accuracy
 belongs to the whole path, its cost only to single steps, so the steps need not know the path: for three servers and no
 pairs that is 256 + 156 + 36 variables in place of the 20,736 of all paths, and milliseconds to solve. Where moving
 activations costs nothing this is exact; where it does, it may let an item stay that no single path could let stay, and
@@ -43,11 +44,15 @@ class Step(NamedTuple):
     again: bool = False
 
 
+Lying = tuple[int, Width, ServerName, bool]  # segment and width that made an output, where it lies, for which pass
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A way to carry a load. Rates in items per second; steps and stays that carry nothing are left out.
 
-    `stays[segment, width, server]`: of the items whose `segment` ran there at that width, those whose next segment
-    runs there too (only where moving activations costs something).
+    `lies[segment, width, server, again]`: the outputs of a segment at that width that lie there for the next segment,
+    of a first pass or `again`; `stays`: those of them that are read there too (both only where moving activations costs
+    something).
     """
 
     load: float
@@ -56,7 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[ServerName, float]
     choices: dict[Choice, float]
     steps: dict[tuple[ServerName, Step], float]
-    stays: dict[tuple[int, Width, ServerName], float]
+    lies: dict[Lying, float]
+    stays: dict[Lying, float]
 
     @property
     def energy_per_item(self) -> Joules:
@@ -120,17 +126,21 @@ class PlanProgram:
             for width in shape.widths
         ]
         self._places = [(name, step) for name in self._names for step in self._steps]
-        self._stays = [
-            (segment, width, name)
+        self._stays: list[Lying] = [
+            (segment, width, name, again)
+            for again in ((False, True) if pairs else (False,))
             for segment in range(shape.segments - 1)
             for width in shape.widths
             for name in self._names
             if facts.move_activations
         ]
-        # Columns: choices, then places, then stays, then each server's power, the busiest device, and the load.
+        # Columns: choices, places, stays, what second passes go on from, each server's power, the busiest device, load.
         self._first_place = len(self._choices)
-        self._first_stay = self._first_place + len(self._places)
-        self._first_power = self._first_stay + len(self._stays)
+        first_stay = self._first_place + len(self._places)
+        self._stay = {key: first_stay + i for i, key in enumerate(self._stays)}
+        first_kept = first_stay + len(self._stays)
+        self._kept = {key: first_kept + i for i, key in enumerate(key for key in self._stays if key[-1])}
+        self._first_power = first_kept + len(self._kept)
         self._busiest = self._first_power + len(self._names)
         self._load = self._busiest + 1
         self._columns = self._load + 1
@@ -142,6 +152,7 @@ class PlanProgram:
         self._limits = _Rows(self._columns)
         self._rows: dict[tuple[str, ServerName], int] = {}  # of the limits that have a price
         self._conserve()
+        self._conserve_kept()
         self._limit_devices()
         self._limit_links()
         # The last limit is on accuracy: sum of (least - accuracy) * rate <= 0, for the least accuracy asked for.
@@ -214,6 +225,35 @@ class PlanProgram:
             served = [(self._place[name, step], -1.0) for name in self._names]
             self._equalities.add(takers[step] + served, 0.0)
 
+    def _conserve_kept(self) -> None:
+        """What second passes go on from lies where first passes made it."""
+        takers: dict[tuple[int, Width], list[tuple[int, float]]] = {}
+        for i, choice in enumerate(self._choices):
+            if choice.shared:
+                made = (choice.shared - 1, choice.first[choice.shared - 1])
+                takers.setdefault(made, []).append((i, choice.again))
+        for (segment, width, name, _), column in self._kept.items():
+            made_there = [(j, -1.0) for j in self._made(segment, width, name, again=False)]
+            self._limits.add([(column, 1.0), *made_there], 0.0)
+        for made in {key[:2] for key in self._kept}:
+            kept = [(self._kept[*made, name, True], -1.0) for name in self._names]
+            self._equalities.add(takers.get(made, []) + kept, 0.0)
+
+    def _made(self, segment: int, width: Width, name: ServerName, again: bool) -> list[int]:
+        """Columns of the steps of a pass that make such an output at a server."""
+        steps = [step for step in self._steps if (step.segment, step.width, step.again) == (segment, width, again)]
+        return [self._place[name, step] for step in steps]
+
+    def _lies(self, lying: Lying) -> list[int]:
+        """Columns that make up the outputs that lie somewhere for a pass."""
+        return self._made(*lying) + ([self._kept[lying]] if lying in self._kept else [])
+
+    def _read(self, lying: Lying) -> list[int]:
+        """Columns of the steps of that pass that read such outputs at their server, wherever they lay."""
+        segment, width, name, again = lying
+        steps = [s for s in self._steps if (s.segment, s.previous_width, s.again) == (segment + 1, width, again)]
+        return [self._place[name, step] for step in steps]
+
     def _limit_devices(self) -> None:
         for i, name in enumerate(self._names):
             work = [(self._place[name, step], self._seconds[name, step]) for step in self._steps]
@@ -225,7 +265,6 @@ class PlanProgram:
 
     def _limit_links(self) -> None:
         facts, shape = self._facts, self._facts.shape
-        stay = {key: self._first_stay + i for i, key in enumerate(self._stays)}
         shared: list[tuple[int, float]] = []
         for name in self._names:
             last = shape.segments - 1
@@ -234,15 +273,13 @@ class PlanProgram:
             down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s.segment, 0.0)) for s in self._steps]
             up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s.segment, 0.0)) for s in self._steps]
             moved_in: list[tuple[int, float]] = []
-            for segment, width, _ in [key for key in self._stays if key[2] == name]:
-                size = float(shape.activation(segment, width))
-                column = stay[segment, width, name]
-                left = [self._place[name, s] for s in self._steps if (s.segment, s.width) == (segment, width)]
-                came = [self._place[name, s] for s in self._steps if s[:2] == (segment + 1, width)]
-                for ends in (left, came):
+            for lying in [key for key in self._stays if key[2] == name]:
+                size = float(shape.activation(*lying[:2]))
+                column, lies, read = self._stay[lying], self._lies(lying), self._read(lying)
+                for ends in (lies, read):
                     self._limits.add([(column, 1.0)] + [(j, -1.0) for j in ends], 0.0)
-                up += [(j, size) for j in left] + [(column, -size)]
-                moved_in += [(j, size) for j in came] + [(column, -size)]
+                up += [(j, size) for j in lies] + [(column, -size)]
+                moved_in += [(j, size) for j in read] + [(column, -size)]
             limit = self._links * facts.servers[name].bytes_per_s
             if facts.shared_link:  # a move crosses the one medium once: counted where it leaves
                 shared += down + up
@@ -291,14 +328,9 @@ class PlanProgram:
         work = dict.fromkeys(self._names, 0.0)
         for (name, step), rate in steps.items():
             work[name] += rate * self._seconds[name, step]
-        # Staying is never worse than moving, so as much stays as leaves and comes in one place.
-        stays = {
-            (segment, width, name): min(
-                sum(r for (n, s), r in steps.items() if n == name and (s.segment, s.width) == (segment, width)),
-                sum(r for (n, s), r in steps.items() if n == name and s[:2] == (segment + 1, width)),
-            )
-            for segment, width, name in self._stays
-        }
+        # Staying is never worse than moving, so as much stays as lies and is read in one place.
+        lies = {key: float(x[self._lies(key)].sum()) for key in self._stays}
+        stays = {key: min(rate, float(x[self._read(key)].sum())) for key, rate in lies.items()}
         return Plan(
             load=load,
             accuracy=float(self._accuracy @ x[: len(self._choices)]) / load,
@@ -306,6 +338,7 @@ class PlanProgram:
             work=work,
             choices=choices,
             steps=steps,
+            lies={key: rate for key, rate in lies.items() if rate > least},
             stays={key: rate for key, rate in stays.items() if rate > least},
         )
 
