@@ -435,10 +435,11 @@ class Dispatcher:
                 self._retries.end(flight, Outcome.FAILED, now, NOT_FINITE)
                 continue
             is_first, second = flight.first is None, self._second_pass.widths(flight, margin, now)
-            segment = 0 if second is None or margin is None else flight.go_again(second, margin)
+            segment = 0 if second is None or margin is None else flight.go_again(second, margin, now)
             if self._order is not None and is_first:
                 self._order.remaining.first_ended(second, segment)
             if second is None:
+                self._second_pass.ended(flight, now)
                 self._admission.completed(now)
                 self._retries.end(flight, Outcome.ANSWERED, now, margin=margin)
                 continue
@@ -481,6 +482,8 @@ class Dispatcher:
         flight = self._ledger.requests.get(request_id)
         if flight is not None:
             deadline = flight.request.deadline
+            for item in flight.items.values():
+                self._second_pass.ended(item, now)
             early = deadline is not None and deadline > now
             self._abandon(request_id, Outcome.EXPIRED, "the deadline passed", now, with_answer=early)
 

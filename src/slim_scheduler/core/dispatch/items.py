@@ -37,8 +37,8 @@ class ItemFlight(msgspec.Struct, eq=False):
     """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
 
     `compute` and `energy` are of all passes, `held` the bytes of activation counted for it. `kept`: the segments that a
-    second pass may go on with, and where the activations lie that they read. On its second pass it has the first one,
-    and `constraints` are the width tuple of that pass.
+    second pass may go on with, and where the activations lie that they read. On its second pass, since `again_since`,
+    it has the first one, and `constraints` are the width tuple of that pass.
     """
 
     item: ItemId
@@ -54,6 +54,7 @@ class ItemFlight(msgspec.Struct, eq=False):
     retries: int = 0
     held: Bytes = 0
     kept: dict[int, ServerName] = {}
+    again_since: Seconds = 0.0
 
     def restart(self) -> None:
         """Its activation is lost: back to the input."""
@@ -64,11 +65,11 @@ class ItemFlight(msgspec.Struct, eq=False):
         """Its first pass is done, and is the answer where the second does not come to its end."""
         return self.first is not None and self.request.request.anytime
 
-    def go_again(self, widths: WidthTuple, margin: float) -> int:
+    def go_again(self, widths: WidthTuple, margin: float, now: Seconds) -> int:
         """Its first pass is done; once more at another width tuple, from the last activation kept that both share, or
         from the input. Returns the segment that it goes on with."""
         first = self.first = Pass(self.widths, self.servers, margin, self.compute, self.energy)
-        self.constraints = TaskConstraints(widths=widths)
+        self.constraints, self.again_since = TaskConstraints(widths=widths), now
         segment = max((k for k in self.kept if first.widths[:k] == widths[:k]), default=0)
         home = self.kept.get(segment)
         self.widths, self.servers, self.home, self.kept = first.widths[:segment], first.servers[:segment], home, {}

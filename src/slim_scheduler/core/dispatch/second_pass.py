@@ -2,14 +2,20 @@
 
 Three may ask for it, in this order: the request's `confidence_floor`, its `accuracy_floor`, which counts on plans of
 two passes, and the router's escalation. The dispatcher asks once per finished first pass.
+
+Where the first answer is good enough at the deadline, a second pass has to fit like an arrival: into half of the time
+that is left. It is expected to take as many times as long as the first as others did lately. So beyond the peak first
+passes get the devices, and second passes begin again when it is over.
 """
 
 from slim_scheduler.core.confidence import Calibration
-from slim_scheduler.core.dispatch.admission import Admission
+from slim_scheduler.core.dispatch.admission import DEADLINE_SHARE, Admission
 from slim_scheduler.core.dispatch.items import ItemFlight
 from slim_scheduler.core.router.base import Escalation
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, WidthTuple
+
+REMEMBERED = 100  # second passes over which their time is averaged
 
 
 class SecondPass:
@@ -22,20 +28,24 @@ class SecondPass:
         self._admission = admission
         self._escalation = escalation
         self._calibration = calibration
+        self._longer = 1.0  # time of second passes over that of their first ones, lately
+
+    def ended(self, flight: ItemFlight, now: Seconds) -> None:
+        """An item was answered, or its deadline came: if it was on its second pass, that took so long at least."""
+        first = flight.again_since - flight.request.request.arrival
+        if flight.first is not None and first > 0:
+            self._longer += ((now - flight.again_since) / first - self._longer) / REMEMBERED
 
     def widths(self, flight: ItemFlight, margin: float | None, now: Seconds) -> WidthTuple | None:
-        """The width tuple of an item's second pass; None: it is answered.
-
-        A second pass is begun only where at least as much time is left as the first took, or where the first answer
-        would not be taken.
-        """
+        """The width tuple of an item's second pass; None: it is answered."""
         if flight.first is not None or margin is None:
             return None
         second = self._wanted(flight, margin)
         request = flight.request.request
         if second is None or request.deadline is None or not request.anytime:
             return second
-        return second if request.deadline - now >= now - request.arrival else None
+        expected = self._longer * (now - request.arrival)
+        return second if expected <= DEADLINE_SHARE * (request.deadline - now) else None
 
     def _wanted(self, flight: ItemFlight, margin: float) -> WidthTuple | None:
         request, ran = flight.request.request, flight.widths
