@@ -50,13 +50,20 @@ ACCURACY = Measure("accuracy_arrived", "accuracy", "%", 100, 2)
 MEAN = Measure("latency_s.mean", "mean", "ms", 1000, 0)
 P99 = Measure("latency_s.p99", "p99", "ms", 1000, 0)
 REWARD = Measure("reward.mean", "reward", digits=4)
+ENERGY = Measure("energy_per_item_j", "energy per item", "mJ", 1000, 1)
 COLUMNS = {
-    "items": (ACCURACY, MEAN, P99, Measure("energy_per_item_j", "energy per item", "mJ", 1000, 1), REWARD),
+    "items": (ACCURACY, MEAN, P99, ENERGY, REWARD),
     "blocks": (
         ACCURACY,
         Measure("block_latency_s.mean", "block latency", "ms", 1000, 1),
         Measure("energy_block_j.mean", "block energy", "J", 1, 2),
         REWARD,
+    ),
+    "deadlines": (
+        Measure("accuracy_arrived", "right of all that came", "%", 100, 2),
+        Measure("goodput_items_s", "in time", "items/s", 1, 0),
+        P99,
+        ENERGY,
     ),
 }
 KEPT = (
@@ -80,7 +87,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     config: str
     routers: tuple[str, ...]
     seeds: tuple[int, int]
-    columns: Literal["items", "blocks"]
+    columns: Literal["items", "blocks", "deadlines"]
     set: tuple[str, ...] = ()
     trace: str = ""
     loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})
