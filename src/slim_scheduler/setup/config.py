@@ -152,7 +152,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         100_000
     )
     max_activation_mib: Annotated[
-        float, key("expert", "segment 0 is held back while waiting activations take more", above=0)
+        float, key("expert", "segment 0 is held back while activations of items in flight take more", above=0)
     ] = 2048.0
     heartbeat_timeout_s: Annotated[float, key("expert", "a server silent for so long is out of service", above=0)] = 0.8
     no_server_timeout_s: Annotated[float, key("expert", "items fail after so long without any server", above=0)] = 30.0

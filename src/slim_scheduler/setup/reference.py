@@ -25,6 +25,8 @@ HEAD = """# Configuration
 A run's configuration is one TOML file. A flag overrides a key: `--set servers.0.max_batch=64`. An unknown key is an
 error that names the nearest valid one, and a value out of its bounds one that names the bound. Each line has a key, its
 values, its default and its meaning. A key that is gone is refused with what to do instead.
+A relative path in the file is one from the file's folder if there is such a thing, else from the working directory, as
+those of `--set` and flags are.
 `slim doctor --config FILE` explains what a file comes to.
 
 This page is made from the fields themselves (`python -m slim_scheduler.setup.reference`).
