@@ -12,7 +12,7 @@ serve: .venv/.installed
 	$(BIN)/slim serve --config examples/demo/cluster.toml
 
 # Tests of live servers run one after the other: they share the machine's clock. All others use every core.
-LIVE := tests/cli tests/cluster tests/engine tests/serve
+LIVE := tests/cli/test_demo.py tests/cluster tests/engine tests/serve
 test: .venv/.installed-dev .venv-kserve/.installed
 	$(BIN)/python -m pytest --numprocesses logical --dist loadfile $(LIVE:%=--ignore %)
 	$(BIN)/python -m pytest $(LIVE)
