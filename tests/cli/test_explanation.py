@@ -1,5 +1,6 @@
 """`slim doctor --config`: what a configuration means, and what is wrong with it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_the_capacity_at_each_width_is_the_simulators():
     for width, rate in carried.items():
         (finding,) = found(subject=f"width {width:g}")
         assert finding.found.startswith(f"{rate:,.0f} items/s")
+
+
+def test_a_width_that_is_no_faster_than_the_next_is_told(tmp_path):
+    profile = json.loads(Path("profiles/cpu-digits.json").read_text())
+    assert {finding.status for w in (0.25, 0.5, 0.75, 1) for finding in found(subject=f"width {w}")} == {"ok"}
+    for row in profile["latency_rows"]:
+        if row["width"] == 0.5:
+            row["seconds"] = [2 * seconds for seconds in row["seconds"]]
+    (tmp_path / "slow.json").write_text(json.dumps(profile))
+    slow = (f"servers.0.profile={tmp_path / 'slow.json'}",)
+    statuses = [finding.status for w in (0.25, 0.5, 0.75) for finding in found(*slow, subject=f"width {w}")]
+    assert statuses == ["ok", "note", "ok"]
+    assert "as fast at fast:" in found(*slow, subject="width 0.5")[0].advice
 
 
 def test_a_budget_is_told_in_instances_and_one_that_holds_none_is_a_problem():

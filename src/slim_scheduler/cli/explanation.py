@@ -146,10 +146,19 @@ def _instance(shape: ModelShape, segment: int, width: Width, max_batch: int) -> 
 
 
 def _capacity(facts: RouterFacts) -> Iterator[Finding]:
-    for width in facts.shape.widths:
-        each = {name: items_per_second(server, facts.shape, width) for name, server in facts.servers.items()}
+    servers, shape = facts.servers, facts.shape
+    carried = [{n: items_per_second(servers[n], shape, width) for n in servers} for width in shape.widths]
+    for width, each, wider in zip(shape.widths, carried, [*carried[1:], {}], strict=True):
         parts = ", ".join(f"{name} {rate:,.0f}" for name, rate in each.items())
-        yield Finding(f"width {width:g}", "ok", f"{sum(each.values()):,.0f} items/s in full batches: {parts}")
+        found = f"{sum(each.values()):,.0f} items/s in full batches: {parts}"
+        slow = [name for name, rate in each.items() if rate <= wider.get(name, 0.0)]
+        if slow:
+            advice = (
+                f"the next wider one is as fast at {', '.join(slow)}: measure when the machine is quiet"
+            )
+            yield Finding(f"width {width:g}", "note", found, advice)
+        else:
+            yield Finding(f"width {width:g}", "ok", found)
 
 
 def _load(config: Config, facts: RouterFacts) -> Iterator[Finding]:
