@@ -1,10 +1,10 @@
 """Batch windows live: the demo's three servers and the CIFAR-100 network, `batch_window_ms` "auto" against 0.
 
-Ten interleaved pairs at 0.5 and at 0.85 of what the servers carry without windows, each pair on the same arrivals; then
-lone requests, two a second, on an idle fleet. A row says the mean of ten differences with its 95 % interval. Images are
-random, which costs the same; widths are fixed, so that a pair differs in nothing but its windows. The servers are four
-times as slow as the demo's, so that two cores carry them and the generator beside them. A run whose generator lagged
-(p99 above 5 ms) is invalid, and its pair is run again, at most `TRIES` times.
+Ten interleaved pairs at 0.5 and at 0.85 of what the servers carry without windows, each pair on the same arrivals
+(`lone_request` has what comes alone). A row says the mean of ten differences with its 95 % interval. Images are random,
+which costs the same; widths are fixed, so that a pair differs in nothing but its windows. The servers are four times as
+slow as the demo's, so that two cores carry them and the generator beside them. A run whose generator lagged (p99 above
+5 ms) is invalid, and its pair is run again, at most `TRIES` times.
 """
 
 import asyncio
@@ -39,7 +39,6 @@ DURATION_S = 10.0
 WARMUP_S = 1.0
 FLOOD_RATE = 1000.0
 FLOOD_WAITING = 256
-LONE_RATE = 2.0
 IMAGES = 1000
 SLOWER = 4.0  # than the demo's: at their own speed the three servers take both cores, and the generator is late
 LAG_LIMIT_S = 0.005
@@ -59,8 +58,7 @@ def run() -> dict[str, dict[str, Any]]:
             (folder / part).write_bytes(records.tobytes())
         settings = (f"model.path={CLONE / 'models' / 'cifar100'}", f"workload.data={folder}")
         config = live_config(load_config(CLONE / "examples" / "demo" / "cluster.toml", settings))
-        servers = [msgspec.structs.replace(server, slowdown=SLOWER * server.slowdown) for server in config.servers]
-        config = _measured(msgspec.structs.replace(config, servers=tuple(servers)), folder / "cpu.json")
+        config = measured(slower(config), folder / "cpu.json")
         floods = [_run(_with(config, rate=FLOOD_RATE, end="cut"), seed)["throughput_items_s"] for seed in (1, 2, 3)]
         capacity = float(np.median(floods))
         _say(f"capacity without windows: {capacity:.0f} items/s")
@@ -68,11 +66,15 @@ def run() -> dict[str, dict[str, Any]]:
         for load in LOADS:
             pairs = [_pair(_with(config, rate=load * capacity), f"{load:g}", seed) for seed in range(1, PAIRS + 1)]
             rows |= _rows(f"at_{load:g}", pairs, capacity)
-        lone = [_pair(_with(config, rate=LONE_RATE), "lone", seed) for seed in range(1, PAIRS + 1)]
-        return rows | _rows("lone", lone, capacity)
+        return rows
 
 
-def _measured(config: Config, path: Path) -> Config:
+def slower(config: Config) -> Config:
+    servers = [msgspec.structs.replace(server, slowdown=SLOWER * server.slowdown) for server in config.servers]
+    return msgspec.structs.replace(config, servers=tuple(servers))
+
+
+def measured(config: Config, path: Path) -> Config:
     """The cluster with a profile of this machine, all three servers active while it is measured."""
 
     async def measure() -> None:
@@ -95,10 +97,10 @@ def _with(config: Config, rate: float, window: float = 0.0, end: str = "drain") 
     workload = msgspec.structs.replace(config.workload, rate=rate, end=end, duration_s=DURATION_S, warmup_s=WARMUP_S)
     waiting = FLOOD_WAITING if end == "cut" else 100_000
     dispatch = msgspec.structs.replace(config.dispatch, max_waiting_items=waiting)
-    return _window(msgspec.structs.replace(config, workload=workload, dispatch=dispatch), window)
+    return with_window(msgspec.structs.replace(config, workload=workload, dispatch=dispatch), window)
 
 
-def _window(config: Config, window: Any) -> Config:
+def with_window(config: Config, window: Any) -> Config:
     servers = tuple(msgspec.structs.replace(server, batch_window_ms=window) for server in config.servers)
     return msgspec.structs.replace(config, servers=servers)
 
@@ -113,7 +115,7 @@ def _pair(config: Config, what: str, seed: int) -> tuple[dict[str, Any], dict[st
     """(with windows, without), in an order that changes from pair to pair."""
     for _ in range(TRIES):
         order = ("auto", 0.0) if seed % 2 else (0.0, "auto")
-        done = {window: _run(_window(config, window), seed) for window in order}
+        done = {window: _run(with_window(config, window), seed) for window in order}
         with_, without = done["auto"], done[0.0]
         lag = max(of["generator_lag_s"]["p99"] for of in (with_, without))
         _say(f"{what}, pair {seed}: windows {_brief(with_)}; none {_brief(without)}; generator lag {1e3 * lag:.1f} ms")
