@@ -14,11 +14,11 @@ from slim_scheduler.core.messages import CancelTasks, RequestCancelled, ServerLe
 from slim_scheduler.core.router.escalation import Choice, FixedEscalation, two_passes
 from slim_scheduler.core.router.plan.choices import efficient, pairs
 from slim_scheduler.core.router.plan.follower import PlanFollower
-from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.plan.plans import HeadKind, Plans, Shares
 from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.core.types import Decision, Outcome
 from tests.core.facts import Table, cluster, seen, server, view
-from tests.core.networks import SEGMENTS, Scripted, arrive, dispatcher, done, only, replies, request, sent
+from tests.core.networks import SEGMENTS, Scripted, arrive, dispatcher, done, jsq, only, replies, report, request, sent
 
 WIDE = (1.0,) * SEGMENTS
 NARROW = (0.5,) * SEGMENTS
@@ -77,20 +77,65 @@ def test_no_second_pass_begins_that_would_not_fit_into_half_of_the_time_left():
     assert replies(commands)[0].items[0].widths == NARROW
 
 
-def test_second_passes_that_take_long_are_begun_where_more_time_is_left():
-    """The first takes 3 s. The second is thought to take as long, until some took 9 s; then twice that must be left."""
-    machine = made()
-    for number in range(1, 600):
-        start = 100.0 * number
-        commands = through(machine, arrive(machine, request(number, at=start), start), start, margin=0.0)
-        assert sent(commands), "without a deadline there is time"
-        assert replies(through(machine, commands, start + 9.0, margin=0.0))
-    for deadline, passes in ((20.0, 1), (21.5, 2)):
-        start += 100.0
-        number += 1
-        event = request(number, at=start, deadline=start + deadline)
-        commands = through(machine, arrive(machine, event, start), start, margin=0.0)
-        assert len(sent(commands)) == passes - 1
+# How long second passes take, of items whose first one takes 0.3 s
+
+
+def quick(machine, commands, start):
+    """As `through`, a tenth of a second each."""
+    for segment in range(SEGMENTS):
+        (block,) = sent(commands)
+        at = start + 0.1 * (segment + 1)
+        commands = machine.handle(done(block, at, margins=(0.0,) * (segment == SEGMENTS - 1)), at)
+    return commands
+
+
+def after_second_passes_of(seconds, machine=None, numbers=range(1, 800), anytime=True):
+    """A machine in which second passes took so long, and the time: one at a time, with a deadline far away."""
+    machine, start = machine or made(), 0.0
+    for number in numbers:
+        event = request(number, at=start, deadline=start + 100.0, anytime=anytime)
+        commands = quick(machine, arrive(machine, event, start), start)
+        assert sent(commands), "there is time"
+        assert replies(quick(machine, commands, start + seconds))
+        start += seconds + 0.3
+    return machine, start
+
+
+def runs_again(machine, now, left):
+    """Whether an item does whose first pass has just ended, `left` seconds before its deadline."""
+    arriving = request(9000 + round(now), at=now, deadline=now + 0.3 + left)
+    return bool(sent(quick(machine, arrive(machine, arriving, now), now)))
+
+
+@pytest.mark.parametrize(("left", "again"), [(1.4, False), (1.6, True)])
+def test_a_second_pass_is_begun_where_half_of_the_time_left_is_what_others_took(left, again):
+    machine, now = after_second_passes_of(0.9)
+    assert runs_again(machine, now, left) == again
+
+
+def test_what_others_took_is_forgotten_while_no_second_pass_ends():
+    machine, now = after_second_passes_of(0.9)
+    assert not runs_again(machine, now, 0.7)
+    assert runs_again(machine, now + 10.0, 0.7), "as long as the first again"
+
+
+def test_second_passes_that_were_cut_at_their_deadline_count():
+    machine, now = after_second_passes_of(0.3)
+    begun = 0
+    for number in range(1000, 1200):
+        event = request(number, at=now, deadline=now + 3.0)
+        if not sent(quick(machine, arrive(machine, event, now), now)):
+            break
+        begun, now = begun + 1, now + 3.0
+        assert replies(machine.handle(TimerFired(), now - ANSWER_LEAD))[-1].items[0].passes == 1
+        for name in machine.servers:
+            machine.handle(report(name, now), now)
+    assert 20 < begun < 100, "they took 9 times as long as the first, at least"
+
+
+def test_who_takes_no_first_answer_does_not_count():
+    machine, now = after_second_passes_of(0.9, anytime=False)
+    assert runs_again(machine, now, 0.7)
 
 
 def test_an_item_on_its_second_pass_is_answered_with_the_first_before_its_deadline():
@@ -420,6 +465,17 @@ def test_an_accuracy_floor_leaves_widths_that_reach_it_in_two_passes():
     assert widths(0.86, PAIRS) == 1.0
 
 
+def test_a_plan_whose_second_tuple_is_no_wider_is_no_second_pass_for_a_floor():
+    class Known:
+        def top1(self, widths):
+            return {WIDE: 0.7, NARROW: 0.6}.get(widths, 0.3)
+
+    pair = Choice(WIDE, 0.75, NARROW, 0.5, 0.5)
+    machine = dispatcher(jsq("1"), accuracy=Known(), escalation=FixedEscalation(WIDE, 0.5, (pair,)))
+    commands = through(machine, arrive(machine, request(1, accuracy_floor=0.72), 0.0), 0.0, 0.1)
+    assert replies(commands)[0].items[0].passes == 1
+
+
 @pytest.mark.parametrize(("floor", "margin", "passes"), [(0.7, 0.29, 2), (0.7, 0.3, 1), (0.82, 0.4, 2), (0.6, 0.0, 1)])
 def test_the_cheapest_plan_that_meets_an_accuracy_floor_says_who_runs_again(floor, margin, passes):
     machine = dispatcher(accuracy=Measured(), escalation=FixedEscalation(WIDE, 0.5, PAIRS))
@@ -549,8 +605,8 @@ def test_one_server_moves_nothing_for_second_passes(bytes_per_s, carried):
 
 @pytest.mark.parametrize(("bytes_per_s", "carried"), [(11_700, True), (11_500, False)])
 def test_an_activation_that_a_second_pass_reads_elsewhere_leaves_its_server(bytes_per_s, carried):
-    """Only b can run the last segment wide. From a: 4 messages, 40 bytes of answer, and 200 of each second activation,
-    at 50 items/s 11,600 bytes/s."""
+    """Only b can run the last segment wide. From a go, for each of 50 items/s, 46 bytes of message for either segment,
+    40 of answer, and half of the 200 bytes of an activation: 11,600 bytes/s."""
     facts = linked(
         a=lambda segment, width: 0.001 if segment == 0 or width == 0.5 else 1e3,
         b=lambda segment, width: 0.001 if segment == 1 and width == 1.0 else 1e3,
@@ -558,6 +614,27 @@ def test_an_activation_that_a_second_pass_reads_elsewhere_leaves_its_server(byte
     )
     plan = PlanProgram(facts, Table(), 1.0, [RESUMED]).most_accurate(50.0)
     assert (plan.choices.get(RESUMED, 0.0) == pytest.approx(50.0, rel=1e-3)) == carried
+
+
+def test_what_lies_at_its_home_goes_where_the_plan_has_its_pass():
+    """Here the first pass's last segment stays at a, and the second's is read by b."""
+    facts = linked(
+        a=lambda segment, width: 0.001 if segment == 0 or width == 0.5 else 1e3,
+        b=lambda segment, width: 0.001 if segment == 1 and width == 1.0 else 1e3,
+        bytes_per_s=1e6,
+    )
+    plan = PlanProgram(facts, Table(), 1.0, [RESUMED]).most_accurate(50.0)
+    shares = Shares(plan)
+    for again, target in ((False, ("a", 0.5)), (True, ("b", 1.0))):
+        assert shares.of(HeadKind(1, 0.5, "a", again)) == pytest.approx({target: 1.0}, rel=1e-3)
+
+
+def test_a_plan_lets_nobody_run_again_at_no_more_than_what_has_run():
+    router = PlanFollower(Plans(FACTS, resumed_table(), 1.0, pairs(FACTS, resumed_table())))
+    router.decide(view(seen("a"), seen("b"), waiting=0, now=1.0, completed=110), np.random.default_rng(0))
+    assert (0.5, 1.0) in {router.second((0.5, 0.5), 0.0) for _ in range(100)}
+    for ran in ((0.5, 1.0), (1.0, 1.0)):
+        assert {router.second(ran, 0.0) for _ in range(100)} == {None}
 
 
 def test_activations_are_kept_for_the_plan_that_is_followed():

@@ -41,6 +41,7 @@ BAD = [
     "random:0.5",
     "slackfit:1",
     "slackfit:0.5+1@0.4",
+    "jsq:1+0.25@0.4",
     "slackfit:+1",
     "lp:many",
     "lp:2.5",

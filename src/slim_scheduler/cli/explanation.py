@@ -153,9 +153,7 @@ def _capacity(facts: RouterFacts) -> Iterator[Finding]:
         found = f"{sum(each.values()):,.0f} items/s in full batches: {parts}"
         slow = [name for name, rate in each.items() if rate <= wider.get(name, 0.0)]
         if slow:
-            advice = (
-                f"the next wider one is as fast at {', '.join(slow)}: measure when the machine is quiet"
-            )
+            advice = f"the next wider one is as fast at {', '.join(slow)}: measure when the machine is quiet"
             yield Finding(f"width {width:g}", "note", found, advice)
         else:
             yield Finding(f"width {width:g}", "ok", found)

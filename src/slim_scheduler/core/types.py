@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     `arrival` is the intended arrival; `deadline` a point in time, not a duration. Priority 0 is the most urgent. An
     item whose answer is less sure than `confidence_floor`, in [0, 1], runs again at the widest. Where that does not
-    come to its end, its first answer is given if `anytime`.
+    come to its end, or would hardly, its first answer is given if `anytime`.
     """
 
     request_id: RequestId

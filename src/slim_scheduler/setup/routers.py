@@ -16,7 +16,7 @@ from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError, DataError
 from slim_scheduler.core.reward import RewardWeights
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts
-from slim_scheduler.core.router.escalation import Choice, FixedEscalation, TwoPasses, two_passes
+from slim_scheduler.core.router.escalation import Choice, FixedEscalation, TwoPasses, is_wider, two_passes
 from slim_scheduler.core.router.heuristics import (
     CostModel,
     JoinShortestQueue,
@@ -149,10 +149,13 @@ def _nothing(text: str) -> None:
 def _widths(text: str) -> WidthArgument:
     passes = two_passes(text)
     first = passes.first if passes else text
-    if first != "random":
-        read_widths(first)
-    if passes:
-        read_widths(passes.second)
+    ran = () if first == "random" else read_widths(first)
+    second = read_widths(passes.second) if passes else ()
+    if ran and second:
+        segments = max(len(ran), len(second))
+        ran, second = (widths * segments if len(widths) == 1 else widths for widths in (ran, second))
+        if len(ran) == len(second) and not is_wider(second, ran):
+            raise ConfigError(f"argument {text!r}: the second pass is nowhere wider than the first, so none would run")
     return WidthArgument(first, passes)
 
 

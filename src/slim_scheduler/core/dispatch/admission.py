@@ -11,7 +11,7 @@ from itertools import product
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.dispatch.capacity import Capacity
 from slim_scheduler.core.dispatch.offers import Offers
-from slim_scheduler.core.router.escalation import Choice
+from slim_scheduler.core.router.escalation import Choice, is_wider
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Request, Seconds, TaskConstraints, Width, WidthTuple
 
@@ -131,7 +131,8 @@ class Admission:
         plans = [pair for pair in self._pairs if pair.first == ran and pair.accuracy >= floor]
         if plans:
             plan = min(plans, key=lambda pair: (pair.again, pair.threshold, pair))
-            return plan.second if margin < plan.threshold else None
+            second = plan.second if margin < plan.threshold else None
+            return second if second is not None and is_wider(second, ran) else None
         widest = (max(self._shape.widths),) * self._shape.segments
         return widest if self._accuracy.top1(widest) > self._accuracy.top1(ran) else None
 

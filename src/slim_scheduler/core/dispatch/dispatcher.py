@@ -445,7 +445,7 @@ class Dispatcher:
                 continue
             self._fifo.resume(flight, segment, now)
             request = flight.request.request
-            if request.deadline is not None:
+            if request.deadline is not None and request.anytime:
                 heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
 
     # ---- deadlines, cancellation, time
@@ -469,6 +469,8 @@ class Dispatcher:
             if with_answer and not item.has_answer:
                 continue
             assert item.task is not None
+            if outcome is Outcome.EXPIRED:
+                self._second_pass.ended(item, now)
             server = self._fleet.server_of(item.task.task_id)
             if server is None:
                 self._fifo.withdraw(item)
@@ -482,8 +484,6 @@ class Dispatcher:
         flight = self._ledger.requests.get(request_id)
         if flight is not None:
             deadline = flight.request.deadline
-            for item in flight.items.values():
-                self._second_pass.ended(item, now)
             early = deadline is not None and deadline > now
             self._abandon(request_id, Outcome.EXPIRED, "the deadline passed", now, with_answer=early)
 

@@ -4,9 +4,12 @@ Three may ask for it, in this order: the request's `confidence_floor`, its `accu
 two passes, and the router's escalation. The dispatcher asks once per finished first pass.
 
 Where the first answer is good enough at the deadline, a second pass has to fit like an arrival: into half of the time
-that is left. It is expected to take as many times as long as the first as others did lately. So beyond the peak first
-passes get the devices, and second passes begin again when it is over.
+that is left. Its expected time is the first pass's, times a ratio: what second passes took lately, over what the first
+ones of those items took. So beyond the peak first passes get the devices. Where no second pass ends the ratio goes back
+to 1, and they are tried again.
 """
+
+from math import exp
 
 from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.dispatch.admission import DEADLINE_SHARE, Admission
@@ -15,7 +18,8 @@ from slim_scheduler.core.router.base import Escalation
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, WidthTuple
 
-REMEMBERED = 100  # second passes over which their time is averaged
+REMEMBERED = 100  # second passes over which times are averaged
+FADES: Seconds = 1.0  # time constant with which the ratio goes back to 1 while none ends
 
 
 class SecondPass:
@@ -28,13 +32,23 @@ class SecondPass:
         self._admission = admission
         self._escalation = escalation
         self._calibration = calibration
-        self._longer = 1.0  # time of second passes over that of their first ones, lately
+        self._first: Seconds = 0.0  # mean time of the first passes of items whose second one ended lately
+        self._second: Seconds = 0.0
+        self._last: Seconds = 0.0  # when one ended
 
     def ended(self, flight: ItemFlight, now: Seconds) -> None:
-        """An item was answered, or its deadline came: if it was on its second pass, that took so long at least."""
-        first = flight.again_since - flight.request.request.arrival
-        if flight.first is not None and first > 0:
-            self._longer += ((now - flight.again_since) / first - self._longer) / REMEMBERED
+        """An item was answered, or its deadline came. If it was on a second pass, that took so long at least."""
+        request = flight.request.request
+        if flight.first is not None and request.deadline is not None and request.anytime:
+            self._first += (flight.again_since - request.arrival - self._first) / REMEMBERED
+            self._second += (now - flight.again_since - self._second) / REMEMBERED
+            self._last = now
+
+    def _ratio(self, now: Seconds) -> float:
+        """How many times as long as the first a second pass is expected to take."""
+        if self._first <= 0:
+            return 1.0
+        return 1.0 + (self._second / self._first - 1.0) * exp((self._last - now) / FADES)
 
     def widths(self, flight: ItemFlight, margin: float | None, now: Seconds) -> WidthTuple | None:
         """The width tuple of an item's second pass; None: it is answered."""
@@ -44,7 +58,7 @@ class SecondPass:
         request = flight.request.request
         if second is None or request.deadline is None or not request.anytime:
             return second
-        expected = self._longer * (now - request.arrival)
+        expected = self._ratio(now) * (now - request.arrival)
         return second if expected <= DEADLINE_SHARE * (request.deadline - now) else None
 
     def _wanted(self, flight: ItemFlight, margin: float) -> WidthTuple | None:

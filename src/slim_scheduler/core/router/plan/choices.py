@@ -5,8 +5,8 @@ tuples are choices; of the pairs only those stay that no mix of others beats at 
 over device time).
 
 A second pass goes on from the first's activation after the segments at which both tuples are alike, and costs the
-others. So a good second tuple need not be efficient by itself: pairs are of an efficient tuple and any dearer one.
-Pairs that begin with another tuple are not looked at.
+others. So a good second tuple need not be efficient by itself: pairs are of an efficient tuple and any wider one that
+is dearer somewhere. Pairs that begin with another tuple are not looked at.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import seconds_per_item, tuple_seconds
-from slim_scheduler.core.router.escalation import Choice, shared_segments
+from slim_scheduler.core.router.escalation import Choice, is_wider, shared_segments
 from slim_scheduler.core.types import Width, WidthTuple
 
 SHARES = tuple(i / 20 for i in range(1, 20))  # of a first tuple's items that go again: the grid of thresholds
@@ -58,7 +58,9 @@ def pairs(facts: RouterFacts, table: AccuracyTable) -> list[Choice]:
     points = [np.array([[*whole[t], table.top1(t)] for t in tuples])]
     named: list[tuple[WidthTuple, WidthTuple, float, float]] = []  # of pairs: tuples, threshold, share
     for first in firsts:
-        wider = [j for j, second in enumerate(tuples) if np.any(whole[second] > whole[first])]
+        wider = [
+            j for j, second in enumerate(tuples) if is_wider(second, first) and np.any(whole[second] > whole[first])
+        ]
         if not wider:
             continue
         thresholds, shares, again = _grid(table.margin(first))  # (grid,), (grid,), (grid, items)

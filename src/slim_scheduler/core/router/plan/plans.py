@@ -188,7 +188,7 @@ class Shares:
     ) -> dict[Target, float]:
         """Shares of what lies at `home`: the plan's part of it stays, the rest goes where the plan wants it moved."""
         plan = self.plan
-        here = plan.lies.get((segment - 1, previous, home, again), 0.0)
+        here = plan.outputs.get((segment - 1, previous, home, again), 0.0)
         stays = {s: r for (k, w, s, a), r in plan.stays.items() if (k, w, a) == (segment - 1, previous, again)}
         into: dict[ServerName, float] = {}
         for (server, _), rate in rates.items():

@@ -2,11 +2,11 @@
 
 Variables are rates in items per second: of every choice (a width tuple, or a pair with a threshold), of every (server,
 segment, previous width, width, pass), of what stays at its server between two segments, and of the activations there
-that second passes go on from. A choice's accuracy
-belongs to the whole path, its cost only to single steps, so the steps need not know the path: for three servers and no
-pairs that is 256 + 156 + 36 variables in place of the 20,736 of all paths, and milliseconds to solve. Where moving
-activations costs nothing this is exact; where it does, it may let an item stay that no single path could let stay, and
-remains an upper bound.
+that second passes go on from. A choice's accuracy belongs to the whole path, its cost only to single steps, so the
+steps need not know the path: for three servers and no pairs that is 256 + 156 + 36 variables in place of the 20,736 of
+all paths, and milliseconds to solve. Where moving activations costs nothing this is exact; where it does, it may let an
+item stay that no single path could let stay, and remains an upper bound. With pairs it is a bound over those that it is
+given, whose second passes go on wherever they can: over a narrow link the input may be the cheaper beginning.
 
 Also in favour of the bound: batches are always the most efficient size, memory and queueing are left out, and power is
 its lower convex hull over the work done.
@@ -44,14 +44,14 @@ class Step(NamedTuple):
     again: bool = False
 
 
-Lying = tuple[int, Width, ServerName, bool]  # segment and width that made an output, where it lies, for which pass
+Output = tuple[int, Width, ServerName, bool]  # segment and width that made an output, where it lies, for which pass
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A way to carry a load. Rates in items per second; steps and stays that carry nothing are left out.
 
-    `lies[segment, width, server, again]`: the outputs of a segment at that width that lie there for the next segment,
-    of a first pass or `again`; `stays`: those of them that are read there too (both only where moving activations costs
+    `outputs[segment, width, server, again]`: of a segment at that width, those that lie there for the next segment, of
+    a first pass or `again`; `stays`: those of them that are read there too (both only where moving activations costs
     something).
     """
 
@@ -61,8 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[ServerName, float]
     choices: dict[Choice, float]
     steps: dict[tuple[ServerName, Step], float]
-    lies: dict[Lying, float]
-    stays: dict[Lying, float]
+    outputs: dict[Output, float]
+    stays: dict[Output, float]
 
     @property
     def energy_per_item(self) -> Joules:
@@ -126,7 +126,7 @@ class PlanProgram:
             for width in shape.widths
         ]
         self._places = [(name, step) for name in self._names for step in self._steps]
-        self._stays: list[Lying] = [
+        self._stays: list[Output] = [
             (segment, width, name, again)
             for again in ((False, True) if pairs else (False,))
             for segment in range(shape.segments - 1)
@@ -235,7 +235,7 @@ class PlanProgram:
         for (segment, width, name, _), column in self._kept.items():
             made_there = [(j, -1.0) for j in self._made(segment, width, name, again=False)]
             self._limits.add([(column, 1.0), *made_there], 0.0)
-        for made in {key[:2] for key in self._kept}:
+        for made in dict.fromkeys(key[:2] for key in self._kept):
             kept = [(self._kept[*made, name, True], -1.0) for name in self._names]
             self._equalities.add(takers.get(made, []) + kept, 0.0)
 
@@ -244,13 +244,13 @@ class PlanProgram:
         steps = [step for step in self._steps if (step.segment, step.width, step.again) == (segment, width, again)]
         return [self._place[name, step] for step in steps]
 
-    def _lies(self, lying: Lying) -> list[int]:
+    def _outputs(self, output: Output) -> list[int]:
         """Columns that make up the outputs that lie somewhere for a pass."""
-        return self._made(*lying) + ([self._kept[lying]] if lying in self._kept else [])
+        return self._made(*output) + ([self._kept[output]] if output in self._kept else [])
 
-    def _read(self, lying: Lying) -> list[int]:
+    def _read(self, output: Output) -> list[int]:
         """Columns of the steps of that pass that read such outputs at their server, wherever they lay."""
-        segment, width, name, again = lying
+        segment, width, name, again = output
         steps = [s for s in self._steps if (s.segment, s.previous_width, s.again) == (segment + 1, width, again)]
         return [self._place[name, step] for step in steps]
 
@@ -273,12 +273,12 @@ class PlanProgram:
             down = [(self._place[name, s], MESSAGE_BYTES + first_bytes.get(s.segment, 0.0)) for s in self._steps]
             up = [(self._place[name, s], MESSAGE_BYTES + last_bytes.get(s.segment, 0.0)) for s in self._steps]
             moved_in: list[tuple[int, float]] = []
-            for lying in [key for key in self._stays if key[2] == name]:
-                size = float(shape.activation(*lying[:2]))
-                column, lies, read = self._stay[lying], self._lies(lying), self._read(lying)
-                for ends in (lies, read):
+            for output in [key for key in self._stays if key[2] == name]:
+                size = float(shape.activation(*output[:2]))
+                column, made, read = self._stay[output], self._outputs(output), self._read(output)
+                for ends in (made, read):
                     self._limits.add([(column, 1.0)] + [(j, -1.0) for j in ends], 0.0)
-                up += [(j, size) for j in lies] + [(column, -size)]
+                up += [(j, size) for j in made] + [(column, -size)]
                 moved_in += [(j, size) for j in read] + [(column, -size)]
             limit = self._links * facts.servers[name].bytes_per_s
             if facts.shared_link:  # a move crosses the one medium once: counted where it leaves
@@ -329,8 +329,8 @@ class PlanProgram:
         for (name, step), rate in steps.items():
             work[name] += rate * self._seconds[name, step]
         # Staying is never worse than moving, so as much stays as lies and is read in one place.
-        lies = {key: float(x[self._lies(key)].sum()) for key in self._stays}
-        stays = {key: min(rate, float(x[self._read(key)].sum())) for key, rate in lies.items()}
+        outputs = {key: float(x[self._outputs(key)].sum()) for key in self._stays}
+        stays = {key: min(rate, float(x[self._read(key)].sum())) for key, rate in outputs.items()}
         return Plan(
             load=load,
             accuracy=float(self._accuracy @ x[: len(self._choices)]) / load,
@@ -338,7 +338,7 @@ class PlanProgram:
             work=work,
             choices=choices,
             steps=steps,
-            lies={key: rate for key, rate in lies.items() if rate > least},
+            outputs={key: rate for key, rate in outputs.items() if rate > least},
             stays={key: rate for key, rate in stays.items() if rate > least},
         )
 
