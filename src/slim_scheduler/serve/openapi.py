@@ -22,8 +22,8 @@ microseconds), `accuracy_floor` (0 to 1; one that nothing reaches is refused wit
 comma-separated, instead of `width`).
 
 `confidence_floor` (0 to 1): an item whose answer is less sure runs again at the widest. With a deadline the first
-answer is given where the second does not come in time, or would not, unless `anytime` is false. The response says `confidence` and
-`passes`; a model without measured confidence refuses the floor with 400."""
+answer is given where the second does not come in time, or would not, unless `anytime` is false. The response says
+`confidence` and `passes`; a model without measured confidence refuses the floor with 400."""
 
 Schema = dict[str, Any]
 # Parameters that nobody here knows are ignored, if they are of a kind that the protocol has.
