@@ -14,10 +14,11 @@ from slim_scheduler.core.messages import (
     StartBatch,
     TasksReturned,
 )
-from slim_scheduler.core.types import Outcome, Request
+from slim_scheduler.core.types import Block, Outcome, Request, Task
 from slim_scheduler.setup.config import Config, FaultConfig
 from slim_scheduler.sim.faults import LATEST_DELIVERY, MessageFaults, random_faults, timeline
-from tests.sim.clusters import Journal, run_requests, small_cluster
+from slim_scheduler.sim.host import Simulation
+from tests.sim.clusters import NOBODY, Journal, run_requests, small_cluster
 
 
 def at(seconds: float) -> object:
@@ -174,6 +175,18 @@ def test_an_activation_that_was_lost_on_the_way_sends_its_item_back_to_the_start
     assert reply.outcome is Outcome.ANSWERED
     assert len(reply.items[0].servers) == 2
     assert when < 2.5
+
+
+def test_an_output_that_died_is_not_found_because_a_later_one_lies_there(tmp_path: Path) -> None:
+    """Item 7 ran segment 0 at b, which crashed; in its next life segment 1 ran there."""
+    config = cluster(tmp_path, {"server": "b", "at_s": 1.0, "kind": "crash"})
+    simulation = Simulation(config, "jsq:0.5", 0, recorder=Journal(), arrivals=NOBODY)
+    simulation.servers["b"].activations = {(7, 1)}
+    task = Task(1, 7, 1, 0.5, "b", 0.0, None, 0)
+    for segment, lost in ((1, True), (2, False)):
+        block = Block(segment, "b", segment, 0.5, 0.5, False, (task,), 0.0)
+        left = simulation._without_lost_activations(simulation.servers["b"], block)
+        assert (not left.tasks) == lost
 
 
 @pytest.mark.parametrize(
