@@ -171,10 +171,12 @@ class GlobalFifo:
 
     def _hold_all(self, flights: Sequence[ItemFlight], each: Bytes) -> None:
         """Each holds so many bytes, and what is kept of it."""
+        more = 0
         for flight in flights:
             held = each if not flight.kept else each + self._kept(flight)
-            self._activation_bytes += held - flight.held
+            more += held - flight.held
             flight.held = held
+        self._activation_bytes += more
 
     def _kept(self, flight: ItemFlight) -> Bytes:
         return sum(self._activation[segment - 1][flight.widths[segment - 1]] for segment in flight.kept)
