@@ -155,7 +155,8 @@ async def mixed(server: Running, known: Known, requests: int, scrapes: int) -> C
 def run(tmp_path: object, second: WidthTuple, requests: int, scrapes: int) -> None:
     known = Known(requests, requests, second)
     router = f"jsq:0.25+{'/'.join(map(str, second))}@{THRESHOLD}"
-    with serving(tmp_path, config={"router": router, "slowdown": 4.0}) as server:
+    exact = [text for number in (0, 1) for text in ("--set", f"servers.{number}.max_upgrade=0")]
+    with serving(tmp_path, *exact, config={"router": router, "slowdown": 4.0}) as server:
         ends = asyncio.run(mixed(server, known, requests, scrapes))
         assert set(ends) <= {"once", "twice", "first in time", "refused", "left"}, ends
         assert ends.total() == requests
