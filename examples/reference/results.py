@@ -53,6 +53,7 @@ REWARD = Measure("reward.mean", "reward", digits=4)
 ENERGY = Measure("energy_per_item_j", "energy per item", "mJ", 1000, 1)
 COLUMNS = {
     "items": (ACCURACY, MEAN, P99, ENERGY, REWARD),
+    "passes": (ACCURACY, MEAN, P99, ENERGY),
     "blocks": (
         ACCURACY,
         Measure("block_latency_s.mean", "block latency", "ms", 1000, 1),
@@ -87,7 +88,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     config: str
     routers: tuple[str, ...]
     seeds: tuple[int, int]
-    columns: Literal["items", "blocks", "deadlines"]
+    columns: Literal["items", "passes", "blocks", "deadlines"]
     set: tuple[str, ...] = ()
     trace: str = ""
     loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -149,6 +150,18 @@ def test_reward_is_summed_over_segments_and_charges_what_was_left_undone() -> No
     undone = [-2 * 0.5 - 0.1 * 6.0, -2 * 0.5 - 0.1 * 1.0]
     rewards = np.array([*answered, *undone])
     assert summary_of(small_run())["reward"] == pytest.approx({"mean": rewards.mean(), "sd": rewards.std()})
+
+
+@pytest.mark.parametrize("item", [1, 2])
+def test_of_two_passes_the_answer_that_was_given_counts_once(item: int) -> None:
+    run = Run(Recorder("summary", judge=lambda item, widths: item == 1))
+    run.arrives(item, at=2.0)
+    for at, ran in ((2.2, (0.5,)), (2.4, (0.5, 0.5)), (2.6, (1.0,)), (2.8, (1.0, 1.0))):
+        run.block(at - 0.2, at, 0.2, (item, ran))
+    run.ends(item, 2.8, Outcome.ANSWERED, (1.0, 1.0))
+    config = msgspec.structs.replace(CONFIG, reward=RewardConfig(alpha=1.0, beta=0.0, gamma=0.0, delta=0.0))
+    answered = 0.5 if item == 1 else -0.5
+    assert summary_of(run, config)["reward"]["mean"] == pytest.approx(-0.125 + 0.125 + answered)
 
 
 def test_widths_are_shared_by_the_tasks_that_ran() -> None:

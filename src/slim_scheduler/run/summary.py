@@ -12,7 +12,17 @@ import numpy as np
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.types import Seconds
-from slim_scheduler.record.columns import Blocks, Floats, Items, Mask, blocks_of, items_of, numbers, parse_widths
+from slim_scheduler.record.columns import (
+    Blocks,
+    Floats,
+    Indices,
+    Items,
+    Mask,
+    blocks_of,
+    items_of,
+    numbers,
+    parse_widths,
+)
 from slim_scheduler.record.device_curves import DeviceCurves
 from slim_scheduler.record.recorder import Record
 from slim_scheduler.setup.config import Config
@@ -122,7 +132,7 @@ def _rewards(
         return np.full(int(np.sum(measured)), np.nan)
     order = np.argsort(items.item)
     owner = order[np.searchsorted(items.item, blocks.task_item, sorter=order)]
-    per_block = _per_block(_task_accuracy(blocks, items.right[owner], accuracy), blocks)
+    per_block = _per_block(_task_accuracy(blocks, owner, items.right, accuracy), blocks)
     rewards = block_reward(
         config.reward,
         per_block,
@@ -139,13 +149,18 @@ def _rewards(
     return np.asarray(np.where(items.answered, earned, undone)[measured])
 
 
-def _task_accuracy(blocks: Blocks, right: Floats, accuracy: AccuracyTable) -> Floats:
-    """Per done task: whether its item was answered right after the last segment, the prior of its widths before."""
+def _task_accuracy(blocks: Blocks, owner: Indices, right: Floats, accuracy: AccuracyTable) -> Floats:
+    """Per done task of item `owner`: whether that was answered right after the last segment, the prior of its widths
+    before. The end of a first pass whose item ran again counts nothing, as in training: only one answer is given."""
     widths = [parse_widths(name) for name in blocks.ran_names]
     prior = np.array([accuracy.prior(ran) for ran in widths], float)
     last = np.array([len(ran) == accuracy.segments for ran in widths], bool)
-    known = last[blocks.task_ran] & ~np.isnan(right)
-    return np.where(known, right, prior[blocks.task_ran])
+    complete = np.flatnonzero(last[blocks.task_ran])
+    complete = complete[np.lexsort((blocks.finished[blocks.task_block[complete]], owner[complete]))]
+    was_first = complete[:-1][owner[complete[:-1]] == owner[complete[1:]]]
+    found = np.where(last[blocks.task_ran] & ~np.isnan(right[owner]), right[owner], prior[blocks.task_ran])
+    found[was_first] = accuracy.prior(())
+    return found
 
 
 def _per_block(values: Floats, blocks: Blocks) -> Floats:
