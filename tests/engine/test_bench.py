@@ -3,6 +3,7 @@
 import _thread
 import asyncio
 import gc
+import signal
 
 import pytest
 
@@ -90,6 +91,15 @@ def test_a_cut_run_leaves_the_rest_in_flight(model_dir):
     assert summary["items_completed"] + summary["items_in_flight"] == summary["items_arrived"]
 
 
+@pytest.fixture
+def _ctrl_c_works():
+    """Shells start what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_works")
 def test_ctrl_c_ends_the_run_and_what_was_recorded_is_complete(model_dir, tmp_path):
     config = workload(model_dir, duration_s=30.0)
     pressed: list[float] = []
