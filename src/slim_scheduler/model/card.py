@@ -4,7 +4,6 @@
 licences.
 """
 
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ TABLE_II = {
     (0.25, 0.5, 0.75, 1.0): 75.33,
 }
 LINE = 120
-LAST_EPOCHS = 5
 WITHOUT_TEACHER = "without-teacher.json"  # the manifest of another run, beside the one whose weights are shipped
 
 
@@ -77,8 +75,8 @@ def description(manifest: Manifest) -> str:
     return (
         f"{'x'.join(map(str, arch.item_shape))} pixels into {arch.classes} classes; {arch.segments} segments of "
         f"{'-'.join(map(str, arch.channels))} channels with {'-'.join(map(str, arch.blocks))} blocks and strides "
-        f"{'-'.join(map(str, arch.strides))}, stem {arch.stem_channels} channels, group norm with "
-        f"{arch.channels_per_group} channels per group, weight standardisation, SiLU, pooling {arch.pooling}. "
+        f"{'-'.join(map(str, arch.strides))}, stem {arch.stem_channels} channels, {arch.channels_per_group} channels "
+        f"per normalisation group, pooling {arch.pooling}. "
         f"Weights {manifest.weights_bytes / 1e6:.2f} MB, SHA-256 `{manifest.weights_sha256}`."
     )
 
@@ -115,11 +113,8 @@ def spread_line(manifest: Manifest) -> str:
 
 def confidence_text(confidence: Confidence) -> str:
     """How far the confidence of answers is from the share of right ones, at worst."""
-    worst = {split: max(errors, key=lambda t: errors[t]) for split, errors in confidence.error.items()}
-    where = "; ".join(
-        f"on {split} images at most {100 * confidence.error[split][t]:.2f} %, at ({t})" for split, t in worst.items()
-    )
-    return f"ECE over all width tuples: {where}."
+    worst = (f"{100 * max(errors.values()):.2f} % on {split} images" for split, errors in confidence.error.items())
+    return f"ECE over all width tuples: at most {', '.join(worst)}."
 
 
 def paper_table(test: dict[str, float], plain: Manifest | None) -> str:
@@ -133,35 +128,10 @@ def paper_table(test: dict[str, float], plain: Manifest | None) -> str:
 
 
 def distance_text(manifest: Manifest) -> str:
-    """How far the network is from the paper's eight figures, and what its curve says."""
-    test, training = manifest.accuracy["test"], manifest.training
-    assert training is not None
-    targets = TABLE_I | TABLE_II
-    distances = {widths: 100 * test[tuple_name(widths)] - paper for widths, paper in targets.items()}
-    mean = sum(distances.values()) / len(distances)
-    lowest = min(distances, key=lambda widths: distances[widths])
-    text = (
-        f"On average {abs(mean):.2f} points {'above' if mean >= 0 else 'below'} the paper; the lowest difference is at "
-        f"({tuple_name(lowest)}), {distances[lowest]:+.2f}."
-    )
-    if mean >= 0 or len(training.history) < 2:
-        return text
-    before, last = training.history[max(-LAST_EPOCHS - 1, -len(training.history))], training.history[-1]
-    gains = ", ".join(f"{100 * (last.top1[width] - before.top1[width]):+.1f}" for width in last.top1)
-    floor = smoothed_label_entropy(training.recipe.label_smoothing, manifest.shape.classes)
-    epochs = last.epoch - before.epoch
-    return (
-        f"{text} In its last {epochs:.0f} epochs, at the smallest learning rates, the uniform "
-        f"widths moved by {gains} points on held-out images, and the widest net's loss on training batches was "
-        f"{last.loss:.2f}, where label smoothing allows {floor:.2f}."
-    )
-
-
-def smoothed_label_entropy(smoothing: float, classes: int) -> float:
-    """The least cross-entropy that smoothed labels allow, in nats."""
-    other = smoothing / classes
-    right = 1.0 - smoothing + other
-    return -right * math.log(right) - ((classes - 1) * other * math.log(other) if other else 0.0)
+    """How far the network is from the paper's eight figures."""
+    test, targets = manifest.accuracy["test"], TABLE_I | TABLE_II
+    mean = sum(100 * test[tuple_name(widths)] - paper for widths, paper in targets.items()) / len(targets)
+    return f"On average {abs(mean):.2f} points {'above' if mean >= 0 else 'below'} the paper."
 
 
 def training_text(manifest: Manifest) -> str:
@@ -171,7 +141,7 @@ def training_text(manifest: Manifest) -> str:
     epochs = training.history[-1].epoch if training.history else 0.0
     further = f" Trained further from weights `{training.started_from[:16]}...`." if training.started_from else ""
     return (
-        f"Trained on {training.data} ({training.source}) with seed {training.seed}: {epochs:g} epochs in "
+        f"Trained on {training.data} with seed {training.seed}: {epochs:g} epochs in "
         f"{training.seconds / 60:.1f} minutes.{further} {teaching_text(training)}"
     )
 
@@ -196,29 +166,29 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 INTRODUCTION = (
-    "Written by `python -m slim_scheduler.model.card`: the tables are measured, not typed. Settings and training "
-    "curves are in each `models/NAME/manifest.json`. Training never looks at test images; curves and choices come from "
-    "held-out training images. Each network was trained with one seed: the spread over seeds is not measured. "
-    "Confidence is a logistic function of an answer's margin (the difference of its two highest softmax values), "
-    "fitted on held-out images per width of the last segment. ECE is its expected calibration error over "
-    f"{BINS} bins."
+    "Written by `python -m slim_scheduler.model.card` from what was measured. Settings and training curves are in each "
+    "`models/NAME/manifest.json`. All are SlimResNets with group norm, weight standardisation and SiLU. Training "
+    "never looks at test images; curves and choices come from held-out training images. Each network was trained with "
+    "one seed: the spread over seeds is not measured. Confidence is a logistic function of an answer's margin (the "
+    "difference of its two highest softmax values), fitted on held-out images per width of the last segment. ECE is "
+    f"its expected calibration error over {BINS} bins."
 )
 PICTURE = (
     "## Beside other networks\n\n"
     "![Accuracy over multiply-adds: ours, the paper's tables, MobileNetV2](figures/accuracy-macs.svg)\n\n"
-    "One point per width tuple of ours, the uniform ones joined. Neither the paper nor MobileNetV2 had a teacher, so "
-    "the line without one is what compares with them. MobileNetV2 x0.5 to x1.4 are four networks, each trained for "
-    "itself (CIFAR-100 table of github.com/chenyaofo/pytorch-cifar-models). "
+    "One point per width tuple of ours, the uniform ones joined. Neither the paper nor MobileNetV2 had a teacher: the "
+    "line without one compares with them. MobileNetV2 x0.5 to x1.4 are four networks, each trained for itself "
+    "(CIFAR-100 table of github.com/chenyaofo/pytorch-cifar-models). "
     "Drawn by `python -m slim_scheduler.report.designs`."
 )
 LICENCES = (
     "## Data and licence\n\n"
     "- digits: UCI *Optical Recognition of Handwritten Digits* (Alpaydin and Kaynak 1998), CC BY 4.0, as in "
-    "scikit-learn; the held-out third is fixed by a seed in `model/data.py`.\n"
+    "scikit-learn; a seed in `model/data.py` fixes the held-out third.\n"
     "- CIFAR-100: Krizhevsky, *Learning Multiple Layers of Features from Tiny Images*, 2009, "
-    "<https://www.cs.toronto.edu/~kriz/cifar.html>. No licence is stated; the images are not in this project (the "
-    "SHA-256 of the archive that you download is checked).\n"
-    "- The weights are under the project's licence, Apache-2.0."
+    "<https://www.cs.toronto.edu/~kriz/cifar.html>. No licence is stated, so the images are not in this project; the "
+    "SHA-256 of the archive that you download is checked.\n"
+    "- The weights: Apache-2.0, as the project."
 )
 
 if __name__ == "__main__":
