@@ -1,7 +1,9 @@
 """Beyond the peak, work that would miss its deadline is not taken; below it, everything is."""
 
-from slim_scheduler.core.dispatch.admission import Admission
-from slim_scheduler.core.types import Request
+from types import SimpleNamespace
+
+from slim_scheduler.core.dispatch.admission import MOST_CHOICES, Admission
+from slim_scheduler.core.types import Request, TaskConstraints
 from tests.core.networks import SHAPE
 
 PERIOD = 0.01  # the tasks of one item every 10 ms: 100 items per second
@@ -31,6 +33,13 @@ def test_what_would_be_late_is_refused_with_the_time_it_would_take():
     assert "1000 ms of work wait" in reason
     assert retry_after is not None
     assert 0.1 <= retry_after <= 1.0
+
+
+def test_constraints_that_clients_choose_are_not_remembered_without_bound():
+    admission = Admission(SHAPE, 1000, SimpleNamespace(top1=lambda widths: 0.5))
+    for n in range(2 * MOST_CHOICES):
+        admission.widths(0, TaskConstraints(None, accuracy_floor=n * 1e-9), ())
+    assert len(admission._choices) <= MOST_CHOICES
 
 
 def test_half_of_the_time_to_a_deadline_may_be_filled():

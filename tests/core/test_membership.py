@@ -103,6 +103,16 @@ def test_a_draining_server_finishes_what_it_has_and_gets_no_more():
     assert made.counts["items"]["in_flight"] == 2
 
 
+def test_a_server_that_is_down_can_be_drained_and_removed():
+    made = dispatcher(servers=("a", "b"))
+    made.handle(ServerLeft("a", "its machine died"), 0.1)
+    made.handle(ServerDraining("a"), 0.2)
+    made.handle(report("a", 0.3), 0.3)
+    assert [sent(arrive(made, request(n), 0.3 + n / 10))[0].server for n in (1, 2)] == ["b", "b"], "though it is back"
+    made.handle(ServerLeft("a", "was removed", removed=True), 0.9)
+    assert list(made.servers) == ["b"]
+
+
 def test_a_removed_server_is_no_longer_seen_by_routers():
     made = dispatcher(servers=("a", "b"))
     made.handle(ServerLeft("a", "removed", removed=True), 0.1)

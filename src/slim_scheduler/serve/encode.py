@@ -78,7 +78,7 @@ def answer_size(call: InferenceCall, card: ModelCard) -> int:
     """The most bytes that the answer to a call may take, before it is there."""
     size = ANSWER_BYTES + len(call.items) * ITEM_BYTES
     if call.asked.timeline:
-        size += len(call.items) * card.segments * VISIT_BYTES
+        size += len(call.items) * 2 * card.segments * VISIT_BYTES  # of two passes
     for form in call.outputs:
         if form.classification:
             label = max(map(len, card.labels), default=0)

@@ -169,7 +169,7 @@ def build_dispatcher(
     limits = DispatchLimits(
         reentry_back=dispatch.reentry == "back",
         max_waiting_items=dispatch.max_waiting_items,
-        max_activation_bytes=int(dispatch.max_activation_mib * 2**20),
+        max_activation_bytes=max(1, int(dispatch.max_activation_mib * 2**20)),
         home_matters=config.network.activations,
         heartbeat_timeout=dispatch.heartbeat_timeout_s,
         loss_grace=LOSS_GRACE * dispatch.heartbeat_timeout_s + 2 * config.telemetry.age_s,

@@ -17,6 +17,7 @@ from slim_scheduler.core.types import Request, Seconds, TaskConstraints, Width, 
 
 DEADLINE_SHARE = 0.5  # of the time to the deadline that may be filled: the rest is for what varies
 FULL_RETRY_AFTER: Seconds = 1.0
+MOST_CHOICES = 4096  # combinations of constraints and widths so far that are remembered
 RETRY_AFTER_RANGE = (0.1, 10.0)  # seconds: sooner is a busy loop, later is a guess
 
 
@@ -104,6 +105,8 @@ class Admission:
         """The widths that constraints leave to a decision; `ran` so far."""
         found = self._choices.get((segment, constraints, ran))
         if found is None:
+            if len(self._choices) >= MOST_CHOICES:  # clients choose the floors
+                self._choices.clear()
             found = self._choices[segment, constraints, ran] = self._resolve(segment, constraints, ran)
         return found
 

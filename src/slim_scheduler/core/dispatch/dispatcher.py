@@ -445,7 +445,8 @@ class Dispatcher:
                 continue
             self._fifo.resume(flight, segment, now)
             request = flight.request.request
-            if request.deadline is not None and request.anytime:
+            if request.deadline is not None and request.anytime and not flight.request.answers_early:
+                flight.request.answers_early = True
                 heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
 
     # ---- deadlines, cancellation, time

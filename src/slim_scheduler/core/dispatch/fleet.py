@@ -101,8 +101,8 @@ class Fleet:
     # ---- who gets how much
 
     def drain(self, name: ServerName) -> None:
-        self.views[name].draining = True
-        self._set_limit(name)
+        view = self.views[name]
+        view.draining, view.limit = True, 0
 
     def up(self, name: ServerName, now: Seconds) -> None:
         """A server is back in service, and nothing is held against it."""

@@ -82,6 +82,7 @@ class RequestFlight(msgspec.Struct, eq=False):
     request: Request
     items: dict[ItemId, ItemFlight] = {}
     outcomes: list[ItemOutcome] = []
+    answers_early: bool = False  # second passes that are not done just before the deadline end with the first's answer
 
 
 class Ledger:
@@ -175,7 +176,8 @@ def _of_two_passes(
     compute, energy = flight.compute - first.compute, _difference(flight.energy, first.energy)
     ran, other, passes = Pass(flight.widths, flight.servers, margin, compute, energy), first, 2
     if outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and flight.has_answer:
-        outcome, reason, passes, ran, other = Outcome.ANSWERED, "", 1, first, ran
+        second = ran if compute > 0 else Pass((), (), None, 0.0, energy)  # nothing of it ran beyond what is shared
+        outcome, reason, passes, ran, other = Outcome.ANSWERED, "", 1, first, second
     return ItemOutcome(
         flight.item,
         outcome,
