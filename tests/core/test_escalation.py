@@ -1,6 +1,7 @@
 """Second passes: which items run again, what becomes of them, and what they are answered with."""
 
 from itertools import cycle
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,10 +14,11 @@ from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import CancelTasks, RequestCancelled, ServerLeft, TasksReturned, TimerFired
 from slim_scheduler.core.router.escalation import Choice, FixedEscalation, two_passes
 from slim_scheduler.core.router.plan.choices import efficient, pairs
-from slim_scheduler.core.router.plan.follower import PlanFollower
+from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
 from slim_scheduler.core.router.plan.plans import HeadKind, Plans, Shares
 from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.core.types import Decision, Outcome
+from slim_scheduler.core.view import Head
 from tests.core.facts import Table, cluster, seen, server, view
 from tests.core.networks import SEGMENTS, Scripted, arrive, dispatcher, done, jsq, only, replies, report, request, sent
 
@@ -166,6 +168,21 @@ def test_before_the_deadline_only_items_that_have_an_answer_end():
     assert [item.outcome for item in answer.items] == [Outcome.ANSWERED, Outcome.EXPIRED]
 
 
+def test_a_request_of_many_items_ends_its_second_passes_once():
+    machine = made(servers=("a",), credit=64)
+    commands = arrive(machine, request(1, items=50, deadline=90.0), 0.0)
+    for at in range(3 * SEGMENTS):
+        for block in sent(commands)[:1]:
+            last = block.segment == SEGMENTS - 1
+            commands = machine.handle(
+                done(block, at + 1.0, margins=(0.0,) * len(block.tasks) if last else ()), at + 1.0
+            )
+        if any(task.again for block in sent(commands) for task in block.tasks):
+            break
+    assert sum(flight.first is not None for flight in machine._ledger.items.values()) > 1
+    assert len(machine._deadlines) == 2, "the deadline, and the time just before it"
+
+
 def test_a_second_pass_that_cannot_be_finished_is_answered_with_the_first():
     machine = made(max_retries=0)
     (block,) = sent(through(machine, arrive(machine, request(1), 0.0), 0.0, margin=0.0))
@@ -244,9 +261,9 @@ def resuming(second=REST_WIDE, router=None, servers=("a",), **limits):
     return dispatcher(router, servers, escalation=FixedEscalation(second, 0.4), **limits)
 
 
-def ran_once(machine, wider_from=SEGMENTS):
+def ran_once(machine, wider_from=SEGMENTS, **asks):
     """The commands after one item's first pass, which is unsure; from a segment on a wider instance was free."""
-    commands = arrive(machine, request(1), 0.0)
+    commands = arrive(machine, request(1, **asks), 0.0)
     for segment in range(SEGMENTS):
         (block,) = sent(commands)
         at, margins = segment + 1.0, (0.0,) if segment == SEGMENTS - 1 else ()
@@ -373,6 +390,15 @@ def test_a_second_pass_begins_from_the_input_where_the_kept_activation_is_lost()
     assert (block.server, block.segment, block.tasks[0].home, block.tasks[0].again) == ("b", 0, None, True)
     (item,) = replies(through(machine, commands, 4.0, margin=0.1))[0].items
     assert (item.widths, item.passes) == (REST_WIDE, 2)
+
+
+def test_a_resumed_pass_of_which_nothing_ran_does_not_count_as_another():
+    machine = resuming()
+    commands = ran_once(machine, deadline=20.0)
+    assert sent(commands)[0].segment > 0
+    machine._wake_at = 0.0
+    (answer,) = replies(machine.handle(TimerFired(), 20.0 - ANSWER_LEAD))
+    assert (answer.items[0].passes, answer.items[0].other_widths) == (1, ())
 
 
 def test_a_resumed_pass_whose_activation_is_not_found_begins_from_the_input():
@@ -650,6 +676,26 @@ def test_activations_are_kept_for_the_plan_that_is_followed():
 )
 def test_tuples_share_the_segments_before_the_first_difference_and_never_all(second, shared):
     assert Choice((0.5, 0.5, 0.5), 0.6, second, 0.4, 0.2).shared == shared
+
+
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_second_passes_keep_the_plans_shares_whatever_other_widths_their_kind_has(others):
+    """The plan has 60 % of the narrow second passes on a; `others` wide ones of the same kind come after each."""
+    ledger = PlanLedger(Plans(FACTS, Table()))
+    ledger._plan_for = lambda view: None
+    ledger._shares = SimpleNamespace(
+        of=lambda kind: {("a", 0.5): 0.12, ("b", 0.5): 0.08, ("a", 1.0): 0.4, ("b", 1.0): 0.4}
+    )
+    sent_narrow = {"a": 0, "b": 0}
+    for _ in range(500):
+        for width in (0.5, *[1.0] * others):
+            head = Head(1, 0.5, None, 1, 0.0, None, (width,), None, 0.0, True, 0.1)
+            now = SimpleNamespace(head=head, choices={"a": 1, "b": 1})
+            target = ledger.next(now, ledger.behind(now, ledger.shares(now)))
+            ledger.sent(head, target, 1)
+            if width == 0.5:
+                sent_narrow[target[0]] += 1
+    assert sent_narrow == pytest.approx({"a": 300, "b": 200}, abs=1)
 
 
 def test_a_choice_is_named_as_a_routers_w():

@@ -16,7 +16,7 @@ import torch
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.learned.router import learned_router
-from slim_scheduler.core.router.plan.plans import RHO
+from slim_scheduler.core.router.plan.plans import RHO, lp_plans
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 from slim_scheduler.setup.config import TrainingConfig, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
@@ -177,19 +177,27 @@ def unsure_where_wrong(folder: Path) -> None:
         write_accuracy(AccuracyTable(columns, split=split, data="made up", margins=margins), folder / name)
 
 
-def test_plans_are_as_busy_by_default_as_those_of_lp():
+def test_plans_of_policies_from_before_they_said_so_are_todays_default():
     assert TrainingConfig().plan_rho == RHO
 
 
-def test_a_policy_says_how_busy_its_plans_were(tmp_path):
-    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", plan_rho=1.25)
+@pytest.mark.parametrize("rho", [1.25, "lp"])
+def test_a_policy_says_what_plans_it_saw(tmp_path, rho):
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", plan_rho=rho)
     train(load_config(file), tmp_path / "out")
     manifest, parameters = read_policy(tmp_path / "out")
-    assert manifest.plan_rho == 1.25
+    assert manifest.plan_rho == rho
     config = load_config(file)
     facts = router_facts(config, load_shape(config), load_profiles(config, load_shape(config)))
     router = learned_router(manifest, parameters, facts, small_table, "x")
-    assert router._encoder._ledger._plans.overload == 1.25
+    plans = router._encoder._ledger._plans
+    if rho == "lp":
+        followed = lp_plans(facts, small_table())
+        key = (plans.whole, plans.steps)
+        assert (plans.steps, plans.load(key)) == (followed.steps, followed.load(key))
+        assert plans.usual_time(key) == followed.usual_time(key)
+    else:
+        assert plans.overload == rho
 
 
 @pytest.mark.parametrize("key", ["plan_coef", "plan_server_coef"])

@@ -310,7 +310,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_coef: Annotated[float, key("expert", "`planned`: how strongly the width is held to the plan's next")] = 0.0
     plan_server_coef: Annotated[float, key("expert", "`planned`: the same for the server, to `lp`'s choice")] = 0.0
     plan_rho: Annotated[
-        float, key("expert", "how busy plans let devices and links be; above 1 the queue may grow", above=0)
+        float | Literal["lp"],
+        key("expert", "how busy plans let devices and links be; above 1 the queue may grow; `lp`: as `lp`'s", above=0),
     ] = 0.89
     horizon_s: Annotated[
         float | None,
@@ -487,7 +488,7 @@ def _check(config: Config) -> None:
 def _check_bounds(part: msgspec.Struct, where: str) -> None:
     for name, meta in documented(type(part)):
         value, bounds = getattr(part, name), meta.extra["bounds"]
-        if value is None or not bounds:
+        if value is None or isinstance(value, str) or not bounds:
             continue
         at = f"{where}.{name} is {value:g}; it must be "
         if "most" in bounds:

@@ -31,15 +31,8 @@ from slim_scheduler.core.router.heuristics import (
 )
 from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs
-from slim_scheduler.core.router.plan.follower import (
-    FOLLOWED_LINKS,
-    FOLLOWED_PASSES,
-    FOLLOWED_RHO_PASSES,
-    FOLLOWED_STEPS,
-    FOLLOWED_TWICE,
-    PlanFollower,
-)
-from slim_scheduler.core.router.plan.plans import Plans, check_rho
+from slim_scheduler.core.router.plan.follower import PlanFollower
+from slim_scheduler.core.router.plan.plans import check_rho, lp_plans
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.shape import ModelShape
@@ -201,11 +194,7 @@ def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:
 def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy) if inputs.escalates else ()
-    if name.argument is None:
-        plans, passes = Plans(facts, accuracy, 1.0, further, FOLLOWED_STEPS, FOLLOWED_LINKS), FOLLOWED_PASSES
-    else:
-        plans, passes = Plans(facts, accuracy, name.argument, further, FOLLOWED_STEPS), FOLLOWED_RHO_PASSES
-    return PlanFollower(plans, name.text, FOLLOWED_TWICE if further else passes)
+    return PlanFollower(lp_plans(facts, accuracy, name.argument, further), name.text)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

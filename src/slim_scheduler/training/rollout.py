@@ -175,7 +175,8 @@ class Actor:
     def _charges(self) -> Charges | None:
         """What decisions are charged with beyond eq. 7."""
         training = self._training
-        if training.target_delay_s is None and training.plan_rho <= 1:
+        queue_grows = training.plan_rho != "lp" and training.plan_rho > 1
+        if training.target_delay_s is None and not queue_grows:
             return None
         shared = training.charged_batch == "shared"
         return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s, shared)

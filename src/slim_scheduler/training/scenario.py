@@ -10,7 +10,7 @@ from numpy.random import Generator
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import cluster_capacity
-from slim_scheduler.core.router.learned.router import policy_plans
+from slim_scheduler.core.router.learned.router import PlanRho, policy_plans
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
@@ -28,7 +28,7 @@ class Scenario(msgspec.Struct, frozen=True):
 class PlansOf:
     """Plans of the cluster that was last asked for: episodes on one cluster share them."""
 
-    def __init__(self, accuracy: AccuracyTable, rho: float, escalates: bool) -> None:
+    def __init__(self, accuracy: AccuracyTable, rho: PlanRho, escalates: bool) -> None:
         self._accuracy = accuracy
         self._rho = rho
         self._escalates = escalates

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from slim_scheduler.core.router.learned.layout import layout_of
 from slim_scheduler.core.router.learned.observation import ExtendedEncoder, Figures, Observation, observation
-from slim_scheduler.core.router.plan.follower import FOLLOWED_TWICE, PlanLedger
+from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans, Target
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import View
@@ -24,10 +24,10 @@ NOT_PLANNED = -MOST_BEHIND
 class PlannedEncoder:
     """It is of one run, and must be told each decision (`took`)."""
 
-    def __init__(self, plans: Plans, batch_time: Seconds, ledger: PlanLedger | None = None) -> None:
+    def __init__(self, plans: Plans, batch_time: Seconds) -> None:
         facts = plans.facts
         self._seen = ExtendedEncoder(facts, batch_time)
-        self._ledger = ledger or PlanLedger(plans)
+        self._ledger = PlanLedger(plans)
         self._widths = widths = facts.shape.widths
         self._overloaded = plans.overloaded
         self.names = self._seen.names
@@ -90,8 +90,7 @@ class EscalatingEncoder:
     """The planned observation of heads on either pass, as `lp` follows its plans. It is the escalation of its run."""
 
     def __init__(self, plans: Plans, batch_time: Seconds) -> None:
-        ledger = PlanLedger(plans, FOLLOWED_TWICE)
-        self._planned = PlannedEncoder(plans, batch_time, ledger)
+        self._planned = PlannedEncoder(plans, batch_time)
         self.pairs = plans.pairs
         self.names = self._planned.names
         self.layout = layout_of("escalating", plans.facts.shape, len(self.names))

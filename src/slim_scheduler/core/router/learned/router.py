@@ -7,7 +7,7 @@ guard falls back and counts it.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,12 +22,12 @@ from slim_scheduler.core.router.learned.observation import Encoder, Flags, Float
 from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSizes, build_network, masked, softmax
 from slim_scheduler.core.router.learned.situations import Situations
 from slim_scheduler.core.router.plan.choices import pairs
-from slim_scheduler.core.router.plan.follower import FOLLOWED_STEPS
-from slim_scheduler.core.router.plan.plans import RHO, Plans
+from slim_scheduler.core.router.plan.plans import LP_STEPS, RHO, TWICE_PASSES, Plans, lp_plans
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import View
 
 FORMAT = 1  # of the policy's files
+PlanRho = float | Literal["lp"]  # of the plans that a policy sees; "lp": those that `lp` follows
 DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 
@@ -44,7 +44,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...]
     sizes: NetworkSizes
     batch_time: Seconds
-    plan_rho: float = RHO
+    plan_rho: PlanRho = RHO
     sha256: str = ""
     reward: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -152,11 +152,14 @@ def learned_router(
     )
 
 
-def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: float, escalates: bool) -> Plans:
+def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: PlanRho, escalates: bool) -> Plans:
     """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
+    further = pairs(facts, accuracy) if escalates else ()
+    if rho == "lp":
+        return lp_plans(facts, accuracy, None, further)
     if not escalates:
         return Plans(facts, accuracy, rho)
-    return Plans(facts, accuracy, rho, pairs(facts, accuracy), FOLLOWED_STEPS)
+    return Plans(facts, accuracy, rho, further, LP_STEPS, usual_passes=TWICE_PASSES)
 
 
 class _OtherCluster:

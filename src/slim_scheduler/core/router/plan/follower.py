@@ -22,12 +22,6 @@ PLAN_EVERY: Seconds = 1.0
 LOOK_EVERY: Seconds = 0.1  # as often as servers report: whether more comes, or is there, than usual
 MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
-USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
-FOLLOWED_STEPS = 100  # `lp`: plans between no load and the highest, finer than those that policies are trained on
-FOLLOWED_PASSES = 0.5  # `lp`: the same as USUAL_PASSES. Its plans leave nothing over, so widths answer to any queue
-FOLLOWED_RHO_PASSES = 1.0  # `lp:RHO`: the same, where plans leave time over, in which a short queue is worked off
-FOLLOWED_TWICE = 2.0  # both: the same on plans of two passes, whose batches fill more slowly
-FOLLOWED_LINKS = 0.89  # `lp`: how busy its plans let links be: a narrower width does not work off what waits for one
 RISE = 4.0  # standard deviations of Poisson requests; a rise beyond them is hardly chance, and counts at once
 SLOWER = 2.0  # steps in which servers differ in pace, for plans: every load step of a new fleet is solved when needed
 STAYS = 0.75  # of such a step that a server may be away from what is planned for
@@ -40,9 +34,8 @@ class PlanLedger:
     A load that rose by more than chance would have it counts at once, not by and by.
     """
 
-    def __init__(self, plans: Plans, usual_passes: float = USUAL_PASSES) -> None:
+    def __init__(self, plans: Plans) -> None:
         self._plans = plans
-        self._usual_passes = usual_passes
         self._facts = plans.facts
         narrowest = self._facts.shape.widths[0]
         self._carries = {
@@ -105,8 +98,11 @@ class PlanLedger:
         return self._carried * planned
 
     def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
-        """By how many tasks each target is behind its share of what was sent of this kind and of what waits."""
-        sent, total = self._so_far(view)
+        """By how many tasks each target is behind its share of what was sent of this kind and of what waits; on a
+        second pass of what was sent to these targets, since other heads of its kind have other widths."""
+        sent = self._sent.get(self._kind(view.head), {})
+        counts = [sent.get(target, 0) for target in shares] if view.head.again else sent.values()
+        total = sum(counts) + view.head.waiting
         return {target: share * total - sent.get(target, 0) for target, share in shares.items()}
 
     def next(self, view: View, behind: Mapping[Target, float]) -> Target | None:
@@ -133,11 +129,6 @@ class PlanLedger:
         """So many tasks of the head's kind were sent."""
         sent = self._sent.setdefault(self._kind(head), {})
         sent[target] = sent.get(target, 0) + count
-
-    def _so_far(self, view: View) -> tuple[Mapping[Target, int], int]:
-        """What was sent of the head's kind, and how many tasks that and what waits are."""
-        sent = self._sent.get(self._kind(view.head), {})
-        return sent, sum(sent.values()) + view.head.waiting
 
     def _kind(self, head: Head) -> HeadKind:
         return HeadKind(
@@ -220,7 +211,7 @@ class PlanLedger:
         if self._load is None or not there:
             return 0.0
         plan = self._current or (self._plans.whole, self._plans.steps)
-        usual = self._load * self._plans.usual_time(plan, self._usual_passes) / self._carried
+        usual = self._load * self._plans.usual_time(plan) / self._carried
         left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
         return left * max(0.0, 1 - usual / there)
 
@@ -230,11 +221,11 @@ class PlanFollower:
 
     chooses_full = False
 
-    def __init__(self, plans: Plans, name: str = "lp", usual_passes: float = USUAL_PASSES) -> None:
+    def __init__(self, plans: Plans, name: str = "lp") -> None:
         self.name = name
         self._facts = facts = plans.facts
         self.pairs = plans.pairs
-        self._ledger = PlanLedger(plans, usual_passes)
+        self._ledger = PlanLedger(plans)
         self._costs = server_costs(facts)
 
     def decide(self, view: View, rng: Generator) -> Decision:

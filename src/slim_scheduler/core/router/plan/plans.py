@@ -12,9 +12,15 @@ from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
-LOAD_STEPS = 50  # plans between no load and the highest, where nobody asks for others; policies are trained on so many
+LOAD_STEPS = 50  # plans between no load and the highest, where nobody asks for others
 RHO = 0.89  # how busy a plan lets a device be: it knows nothing of queueing
 MOST_RHO = 2.0  # twice what can be done: nobody wants queues that grow faster
+USUAL_PASSES = 3.0  # an item's time in the system, in passes through the network in full batches, beside its messages
+LP_STEPS = 100  # of `lp` and `lp:RHO`
+LP_PASSES = 0.5  # `lp`: instead of USUAL_PASSES. Its plans leave nothing over, so widths answer to any queue
+LP_RHO_PASSES = 1.0  # `lp:RHO`: the same, where plans leave time over, in which a short queue is worked off
+TWICE_PASSES = 2.0  # the same on plans of two passes, whose batches fill more slowly
+LP_LINKS = 0.89  # `lp`: how busy its plans let links be: a narrower width does not work off what waits for one
 
 Target = tuple[ServerName, Width]
 Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
@@ -41,7 +47,8 @@ def check_rho(rho: float) -> None:
 class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
     the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. `links`: how busy
-    each link may be, where that is not the same. Raises InputError for a `rho` that is not in (0, 2]."""
+    each link may be, where that is not the same. `usual_passes`: how long the queue usually is; for what is beyond it,
+    whoever follows these plans takes one of a higher load. Raises InputError for a `rho` that is not in (0, 2]."""
 
     def __init__(
         self,
@@ -51,6 +58,7 @@ class Plans:
         pairs: Sequence[Choice] = (),
         steps: int = LOAD_STEPS,
         links: float | None = None,
+        usual_passes: float = USUAL_PASSES,
     ) -> None:
         check_rho(rho)
         self.facts = facts
@@ -61,6 +69,7 @@ class Plans:
         self.pairs = pairs
         self._rho = min(1.0, rho)
         self._links = links
+        self._usual_passes = usual_passes
         self._fleets: dict[Fleet, tuple[RouterFacts, PlanProgram, float]] = {}
         self.whole: Fleet = tuple((name, 1.0) for name in facts.servers)
         self._shares: dict[PlanKey, Shares] = {}
@@ -93,8 +102,8 @@ class Plans:
             self._shares[key] = Shares(plan)
         return self._shares[key]
 
-    def usual_time(self, key: PlanKey, passes: float) -> Seconds:
-        """An item's time in the system by a plan: so many passes through the network in full batches, and messages."""
+    def usual_time(self, key: PlanKey) -> Seconds:
+        """An item's usual time in the system by a plan: passes through the network in full batches, and messages."""
         if key not in self._passes:
             servers, plan = self._fleet(key[0])[0].servers, self.shares(key).plan
             time = messages = 0.0
@@ -106,7 +115,7 @@ class Plans:
                 messages += rate / plan.load * 2 * server.link_latency
             self._passes[key] = (time, messages)
         time, messages = self._passes[key]
-        return passes * time + messages
+        return self._usual_passes * time + messages
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
@@ -133,6 +142,16 @@ class Plans:
         for kept in (self._shares, self._prices, self._passes):
             for key in [key for key in kept if key[0] == fleet]:
                 del kept[key]
+
+
+def lp_plans(
+    facts: RouterFacts, accuracy: AccuracyPrior, rho: float | None = None, pairs: Sequence[Choice] = ()
+) -> Plans:
+    """The plans that `lp` follows, or with a `rho` `lp:RHO`."""
+    passes = TWICE_PASSES if pairs else LP_PASSES if rho is None else LP_RHO_PASSES
+    if rho is None:
+        return Plans(facts, accuracy, 1.0, pairs, LP_STEPS, LP_LINKS, passes)
+    return Plans(facts, accuracy, rho, pairs, LP_STEPS, usual_passes=passes)
 
 
 def _slowed(server: ServerFacts, factor: float) -> ServerFacts:
