@@ -1,9 +1,11 @@
 """Rows of batches: gathered as views where they lie together, and never those of an attempt that was given up."""
 
+import weakref
+
 import torch
 
 from slim_scheduler.core.types import ItemOutcome, Outcome, Task
-from slim_scheduler.engine.activations import Activations, gather, runs
+from slim_scheduler.engine.activations import Activations, KeptRows, gather, runs
 
 
 def task(task_id: int, item: int, segment: int, again: bool = False, keep: bool = False) -> Task:
@@ -141,3 +143,42 @@ def test_what_was_kept_is_dropped_when_the_second_pass_does_not_need_it():
         for attempt in attempts:
             activations.sent([attempt])
         assert activations.held_bytes == 2 * 4, "input; the answer is held until the end"
+
+
+def test_few_rows_that_are_kept_do_not_hold_their_whole_batch():
+    output = torch.arange(32.0).reshape(8, 4)
+    rows, gone = KeptRows(), weakref.ref(output)
+    for at in range(8):
+        rows.put(at, (output, at))
+    kept = output.clone()
+    del output
+    for at in (0, 2, 3, 5, 7):
+        rows.drop(at)
+    assert gone() is not None, "three of eight are left"
+    rows.drop(6)
+    rows.drop(6)
+    assert gone() is None
+    assert len(rows) == 2
+    assert torch.equal(gather([rows[1], rows[4]]), kept[[1, 4]])
+    assert rows[1][0] is rows[4][0], "side by side in a tensor of their own"
+    assert rows[1][0].shape == (2, 4)
+    rows.put(1, (torch.zeros(1, 4), 0))
+    assert torch.equal(gather([rows[1], rows[4]]), torch.stack((torch.zeros(4), kept[4])))
+
+
+def test_an_item_that_waits_for_its_second_pass_does_not_hold_its_batch():
+    activations = Activations()
+    items = range(8)
+    activations.add(items, torch.zeros(8, 1))
+    first = [task(item, item, 0) for item in items]
+    activations.sent(first)
+    activations.store(first, torch.arange(800.0).reshape(8, 100))
+    last = [task(100 + item, item, 1, keep=True) for item in items]
+    activations.sent(last)
+    activations.store(last, torch.zeros(8, 1))
+    activations.forget(items[1:])
+    again = task(200, 0, 1, again=True)
+    activations.sent([again])
+    (_, (row,)) = activations.inputs([again])
+    assert torch.equal(gather([row]), torch.arange(100.0).reshape(1, 100))
+    assert len(row[0]) == 2, "of eight"

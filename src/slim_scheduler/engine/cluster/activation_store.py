@@ -9,11 +9,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from slim_scheduler.core.types import ItemId, Task, TaskId
-from slim_scheduler.engine.activations import gather
+from slim_scheduler.engine.activations import KeptRows, Row, gather
 
 REMEMBERED = 4096  # forgotten items: a block of theirs that comes late must leave nothing behind
-
-Row = tuple[Tensor, int]
 
 
 class ServerActivations:
@@ -23,7 +21,7 @@ class ServerActivations:
         self.answers: list[tuple[tuple[TaskId, ...], Tensor]] = []
         self._last_segment = last_segment
         self._inputs: dict[TaskId, Row] = {}
-        self._outputs: dict[TaskId, Row] = {}
+        self._outputs: KeptRows[TaskId] = KeptRows()
         self._tasks: dict[ItemId, list[TaskId]] = {}
         self._forgotten: dict[ItemId, None] = {}
 
@@ -49,7 +47,7 @@ class ServerActivations:
         """Row i of `output` is the result of tasks[i]."""
         for row, task in enumerate(tasks):
             if self._inputs.pop(task.task_id, None) is not None and task.segment < self._last_segment:
-                self._outputs[task.task_id] = (output, row)
+                self._outputs.put(task.task_id, (output, row))
         if tasks and tasks[0].segment == self._last_segment:
             self.answers.append((tuple([task.task_id for task in tasks]), output))
 
@@ -62,11 +60,11 @@ class ServerActivations:
 
     def forget(self, outputs: Iterable[TaskId], items: Iterable[ItemId]) -> None:
         for task in outputs:
-            self._outputs.pop(task, None)
+            self._outputs.drop(task)
         for item in items:
             for task in self._tasks.pop(item, ()):
                 self._inputs.pop(task, None)
-                self._outputs.pop(task, None)
+                self._outputs.drop(task)
             self._forgotten[item] = None
         while len(self._forgotten) > REMEMBERED:
             del self._forgotten[next(iter(self._forgotten))]
