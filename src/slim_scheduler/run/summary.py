@@ -156,7 +156,7 @@ def _task_accuracy(blocks: Blocks, owner: Indices, right: Floats, accuracy: Accu
     prior = np.array([accuracy.prior(ran) for ran in widths], float)
     last = np.array([len(ran) == accuracy.segments for ran in widths], bool)
     complete = np.flatnonzero(last[blocks.task_ran])
-    complete = complete[np.lexsort((blocks.finished[blocks.task_block[complete]], owner[complete]))]
+    complete = complete[np.lexsort((blocks.decided[blocks.task_block[complete]], owner[complete]))]
     was_first = complete[:-1][owner[complete[:-1]] == owner[complete[1:]]]
     found = np.where(last[blocks.task_ran] & ~np.isnan(right[owner]), right[owner], prior[blocks.task_ran])
     found[was_first] = accuracy.prior(())
