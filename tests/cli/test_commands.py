@@ -180,7 +180,7 @@ def test_an_interrupted_run_leaves_a_readable_record_and_summary(
     long = ("--set", "workload.duration_s=3000")
     code, said = interrupted(number, command, "--config", DEMO, "--out", tmp_path, *long)
     assert code == 130
-    assert "interrupted; what was done so far is written" in said
+    assert "interrupted; what was written so far stays" in said
     assert "Traceback" not in said
     summary = json.loads((tmp_path / "summary.json").read_text())
     record = read_record(tmp_path)

@@ -99,6 +99,6 @@ def test_an_interrupted_run_on_a_cluster_leaves_its_record(tmp_path, number):
     from_terminal = number is signal.SIGINT
     code, said = interrupted(number, "bench", *example, "--out", tmp_path, with_children=from_terminal)
     assert code == 130
-    assert "interrupted; what was done so far is written" in said
+    assert "interrupted; what was written so far stays" in said
     assert json.loads((tmp_path / "summary.json").read_text())["interrupted"]
     assert read_record(tmp_path).info.interrupted

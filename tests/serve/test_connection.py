@@ -31,7 +31,7 @@ class Front:
         self._guard = Guard(Access())
 
     def check(self, request: HttpRequest, scheme: str) -> int:
-        self._guard.check(request.path, scheme, request.headers)
+        self._guard.check(request.path, scheme, request.headers, request.version)
         request.infer = re.fullmatch("/infer", request.path)
         return 1 << 20
 

@@ -36,7 +36,7 @@ def test_logits_as_json_with_the_cost(card):
         "precision": "fp32",
         "energy_j": 0.5,
         "passes": 1,
-        "item_passes": "1",
+        "item_passes": "1;1",
     }
     assert document["outputs"][0]["shape"] == [2, 10]
     assert np.array_equal(np.float32(document["outputs"][0]["data"]).reshape(2, 10), LOGITS)

@@ -1,5 +1,7 @@
 """Guarantee 27: who may talk to a listener."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from slim_scheduler.core.errors import ConfigError
@@ -21,6 +23,18 @@ def kind(access: Access, path: str = "/v2", **headers: str) -> Kind | None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "[::1]:8000", "LOCALHOST"])
 def test_names_of_this_machine_are_served(host):
     assert kind(Access(), host=host) is None
+
+
+@pytest.mark.parametrize(("version", "answered"), [("1.0", True), ("1.1", False)])
+def test_only_http_1_0_needs_no_host(version, answered):
+    guard = Guard(Access())
+    with nullcontext() if answered else pytest.raises(Refusal, match="Host header is missing"):
+        guard.check("/v2", "http", {}, version)
+
+
+def test_a_page_without_a_host_is_refused():
+    with pytest.raises(Refusal):
+        Guard(Access()).check("/v2", "http", {b"origin": b"http://evil.example"}, "1.0")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7", "", "[::2]"])

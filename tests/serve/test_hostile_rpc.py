@@ -14,6 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.serve.access import Access, Guard
 from slim_scheduler.serve.grpc.listener import Listener, start
 from slim_scheduler.serve.limits import Limits
@@ -229,6 +230,19 @@ async def test_thousands_of_malformed_messages_do_no_harm(server, stub):
     found = metrics(server.http)
     ended = sum(value for name, value in found.items() if name.startswith("slim_items_total{"))
     assert found['slim_items_received_total{model="digits"}'] == ended
+
+
+def test_a_port_that_is_taken_is_named_with_the_next_step():
+    async def twice() -> None:
+        listener = Listener({}, {}, Guard(Access()), Limits(), MemoryBudget(1 << 20))
+        server, port = await start(listener, Access(), 0, Limits())
+        try:
+            with pytest.raises(ConfigError, match=rf"port {port} for gRPC; choose another --grpc-port"):
+                await start(listener, Access(), port, Limits())
+        finally:
+            await server.stop(None)
+
+    asyncio.run(twice())
 
 
 def test_a_call_that_was_over_before_its_refusal_was_sent_is_no_line_in_the_log(caplog):

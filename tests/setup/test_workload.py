@@ -143,6 +143,7 @@ def test_a_trace_is_not_read_beyond_what_memory_may_take(tmp_path, monkeypatch) 
         ("arrival_s\n2\n1\n", "line 3: arrival_s is 1 after 2; sort the file"),
         ("arrival_s\nnan\n", "line 2: arrival_s is nan; it must be finite"),
         ("arrival_s\ninf\n", "must be finite"),
+        ("arrival_s\n1700000000000\n1700100000000\n", "line 3: arrival_s is 1.7001e+12, more than a year after"),
         ("arrival_s\nsoon\n", "line 2: arrival_s is 'soon'; it must be a number"),
         ("a,arrival_s\n1\n", "arrival_s is None; it must be a number"),
     ],

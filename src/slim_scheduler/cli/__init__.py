@@ -68,7 +68,7 @@ def main() -> None:
     except (InputError, OSError) as error:
         _stop(BAD_INPUT, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        _stop(INTERRUPTED, "interrupted; what was done so far is written")
+        _stop(INTERRUPTED, "interrupted; what was written so far stays")
     sys.exit(code if isinstance(code, int) else 0)
 
 

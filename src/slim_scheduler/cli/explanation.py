@@ -150,7 +150,7 @@ def _capacity(facts: RouterFacts) -> Iterator[Finding]:
     carried = [{n: items_per_second(servers[n], shape, width) for n in servers} for width in shape.widths]
     for width, each, wider in zip(shape.widths, carried, [*carried[1:], {}], strict=True):
         parts = ", ".join(f"{name} {rate:,.0f}" for name, rate in each.items())
-        found = f"{sum(each.values()):,.0f} items/s in full batches: {parts}"
+        found = f"{sum(each.values()):,.0f} items/s in full batches, if full use slows nothing: {parts}"
         slow = [name for name, rate in each.items() if rate <= wider.get(name, 0.0)]
         if slow:
             advice = f"the next wider one is as fast at {', '.join(slow)}: measure when the machine is quiet"

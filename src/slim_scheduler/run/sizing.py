@@ -87,8 +87,8 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 
 def trace_load(times: Times, slo: Seconds, items_per_request: int = 1) -> TraceLoad:
     """What a trace asks for under an SLO. Raises ConfigError for an SLO that is not above 0."""
-    if not slo > 0:
-        raise ConfigError(f"the SLO is {1e3 * slo:g} ms; it must be above 0")
+    if not 0 < slo < math.inf:
+        raise ConfigError(f"the SLO is {1e3 * slo:g} ms; it must be above 0 and finite")
     items = len(times) * items_per_request
     span = float(times[-1] - times[0])
     window = max(WINDOW, SLOS_PER_WINDOW * slo)

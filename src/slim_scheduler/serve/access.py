@@ -67,16 +67,16 @@ class Guard:
         self._token = access.token.encode() if access.token else None
         self._known_hosts: set[bytes] = set()
 
-    def check(self, path: str, scheme: str, headers: Headers) -> None:
-        """Raises Refusal for a request that must not be served."""
+    def check(self, path: str, scheme: str, headers: Headers, version: str = "1.1") -> None:
+        """Raises Refusal for a request that must not be served. HTTP/1.0 needs no Host; no browser speaks it."""
         host = headers.get(b"host")
-        if host is None:
+        if host is None and version != "1.0":
             raise Refusal(Kind.INVALID, "the Host header is missing; HTTP/1.1 needs it")
-        if host not in self._known_hosts:
+        if host is not None and host not in self._known_hosts:
             self._check_host(host)
         origin = headers.get(b"origin")
         if origin is not None:
-            self._check_origin(origin, host, scheme)
+            self._check_origin(origin, host or b"", scheme)
         site = headers.get(b"sec-fetch-site")
         if site in (b"cross-site", b"same-site") and headers.get(b"sec-fetch-mode") != b"navigate" and origin is None:
             raise Refusal(Kind.FORBIDDEN, "requests from other sites' pages are not served; see --allow-origin")

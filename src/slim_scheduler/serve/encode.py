@@ -121,9 +121,9 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if answer.confidence:
         cost["confidence"] = round(min(answer.confidence), 4)
     if len(items) > 1:
-        cost["item_passes"] = _either([str(item.passes) for item in items])
+        cost["item_passes"] = ";".join([str(item.passes) for item in items])
         if answer.confidence:
-            cost["item_confidence"] = _either([f"{confidence:.4f}" for confidence in answer.confidence])
+            cost["item_confidence"] = ";".join([f"{confidence:.4f}" for confidence in answer.confidence])
     twice = [item for item in items if item.other_widths]
     if twice:
         cost["other_widths"] = _either([spelled(item.other_widths) for item in items])

@@ -81,7 +81,7 @@ def asked_of(parameters: Mapping[str, Parameter], card: ModelCard) -> Asked:
     for width in served or ():
         if width not in card.widths:
             available = ", ".join(f"{width:g}" for width in card.widths)
-            raise invalid(f"width {width:g} is not served; available: {available}")
+            raise invalid(f"width {width:.10g} is not served; available: {available}")
     return Asked(
         deadline=_deadline(parameters),
         accuracy_floor=_number(parameters, "accuracy_floor", 0.0, 1.0),
@@ -155,14 +155,14 @@ def _number(parameters: Mapping[str, Parameter], name: str, low: float, high: fl
         return None
     number = _finite(name, value)
     if not low <= number <= high:
-        raise invalid(f"{name} is {number:g}; it must be from {low:g} to {high:g}")
+        raise invalid(f"{name} is {number:.10g}; it must be from {low:.10g} to {high:.10g}")
     return number
 
 
 def _whole(parameters: Mapping[str, Parameter], name: str, high: int) -> int | None:
     number = _number(parameters, name, 0, high)
     if number is not None and number != int(number):
-        raise invalid(f"{name} is {number:g}; it must be a whole number")
+        raise invalid(f"{name} is {number:.10g}; it must be a whole number")
     return None if number is None else int(number)
 
 

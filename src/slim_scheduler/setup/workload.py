@@ -24,6 +24,7 @@ from slim_scheduler.setup.machines import run_rng
 
 DAY_SWING = 0.5  # of a diurnal load, as a share of its mean
 MOST_ARRIVALS = 20_000_000  # of a trace: 0.6 GB while it is read
+LONGEST_TRACE: Seconds = 366 * 86_400.0  # beyond it, times are milliseconds or finer
 
 Times = NDArray[np.float64]  # (requests,) or (points,), ascending, seconds from the start of the run
 
@@ -199,7 +200,7 @@ def _require_column(path: Path, columns: Iterable[str]) -> None:
 
 
 def _checked(path: Path, rows: Iterable[tuple[str, Any]]) -> Iterator[Seconds]:
-    last = 0.0
+    last, first = 0.0, None
     for where, value in rows:
         try:
             time = float(value)
@@ -211,5 +212,10 @@ def _checked(path: Path, rows: Iterable[tuple[str, Any]]) -> Iterator[Seconds]:
             raise TraceError(f"trace {path} {where}: arrival_s is {time:g}; it must be 0 or more")
         if time < last:
             raise TraceError(f"trace {path} {where}: arrival_s is {time:g} after {last:g}; sort the file by arrival_s")
+        first = time if first is None else first
+        if time - first > LONGEST_TRACE:
+            raise TraceError(
+                f"trace {path} {where}: arrival_s is {time:.10g}, more than a year after the first; give seconds"
+            )
         last = time
         yield time

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.serve.access import Access, Guard
 from slim_scheduler.serve.grpc.reading import Reader
@@ -173,15 +174,19 @@ async def start(listener: Listener, access: Access, port: int, limits: Limits) -
     server.add_generic_rpc_handlers((listener,))
     host = f"[{access.host}]" if ":" in access.host else access.host
     address = f"{host}:{port}"
+    credentials = None
     if access.certificate and access.key:
         credentials = grpc.ssl_server_credentials(
             [(_read(access.key), _read(access.certificate))],
             root_certificates=_read(access.client_ca) if access.client_ca else None,
             require_client_auth=access.client_ca is not None,
         )
-        bound = server.add_secure_port(address, credentials)
-    else:
-        bound = server.add_insecure_port(address)
+    try:
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError:
+        raise ConfigError(
+            f"cannot listen on {access.host} port {port} for gRPC; choose another --grpc-port, or -1 for none"
+        ) from None
     await server.start()
     return server, bound
 

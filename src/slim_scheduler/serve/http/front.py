@@ -49,7 +49,7 @@ class HttpFront:
 
     def check(self, request: HttpRequest, scheme: str) -> int:
         """Whether this client may ask this; returns how long the body may be. Raises Refusal."""
-        self._guard.check(request.path, scheme, request.headers)
+        self._guard.check(request.path, scheme, request.headers, request.version)
         if self._inference:
             request.infer = INFER.fullmatch(request.path)
         return SMALL_BODY if request.infer is None else self._limits.body_bytes
