@@ -172,6 +172,15 @@ def interrupted(
         return process.wait(), said
 
 
+@pytest.mark.parametrize("command", ["simulate", "bench"])
+def test_a_folder_that_cannot_be_made_is_told_before_the_run(slim: Slim, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "run"
+    result = slim(command, "--config", DEMO, "--out", out, "--set", "workload.duration_s=3000")
+    assert result.code == 2
+    assert f"{out} cannot be a folder: Not a directory; choose another --out" in result.err.replace("\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", ["simulate", "bench"])
 def test_an_interrupted_run_leaves_a_readable_record_and_summary(

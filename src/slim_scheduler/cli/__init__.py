@@ -65,7 +65,9 @@ def main() -> None:
         _stop(
             BAD_INPUT, sentence(next((word for word in sys.argv[1:] if not word.startswith("-")), "slim"), error.name)
         )
-    except (InputError, OSError) as error:
+    except OSError as error:
+        _stop(BAD_INPUT, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except InputError as error:
         _stop(BAD_INPUT, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         _stop(INTERRUPTED, "interrupted; what was written so far stays")

@@ -176,8 +176,11 @@ def measure(
 ) -> None:
     """A device's profile: latency, memory and power."""
     from slim_scheduler.engine.measure import measure as take
+    from slim_scheduler.run.runs import make_folder
     from slim_scheduler.setup.profiles import profile_name, write_profile
 
+    if out is not None:
+        make_folder(out.parent)
     with progress(f"measuring {device}") as show:
         profile = take(
             model,

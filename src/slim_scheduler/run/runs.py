@@ -72,6 +72,7 @@ def simulated_run(
         if progress is not None:
             progress(share)
 
+    make_folder(out)
     recorder = Recorder(config.record.level, judge)
     told = margin if accuracy is not None and accuracy.has_margins else None
     simulation = Simulation(config, router, seed, recorder=recorder, arrivals=arrivals, margin=told)
@@ -100,6 +101,7 @@ def live_run(config: Config, router: str, seed: int, out: Path, progress: Progre
             progress(min(done / of, 1.0))
 
     config = in_items_per_second(config)
+    make_folder(out)
     with sigterm_as_ctrl_c():
         run = bench(config, router, seed, progress=share)
     return _write(out, config, run.recorder, run.info, accuracy_table(config))
@@ -131,13 +133,22 @@ def _write(
 ) -> dict[str, Any]:
     import tomli_w
 
-    out.mkdir(parents=True, exist_ok=True)
     recorder.write(out / "record.parquet", info)
     ran = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=info.router))
     (out / "config.toml").write_text(tomli_w.dumps(_without_none(msgspec.to_builtins(ran))))
     summary = summarize(read_record(out, payloads=False), config, accuracy)
     write_json(out / "summary.json", summary)
     return summary
+
+
+def make_folder(out: Path) -> None:
+    """The folder of what is going to be run, before it is. Raises ConfigError where there can be none."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be a folder: {error.strerror}; choose another --out") from None
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"{out} cannot be written to; choose another --out")
 
 
 def write_json(path: Path, content: Any) -> None:
