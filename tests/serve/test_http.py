@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import socket
+import time
 import zlib
 
 import numpy as np
@@ -35,6 +37,38 @@ def test_metadata_says_what_a_client_needs_to_prepare_an_image(server):
     configuration = call(server.http, "GET", MODEL + "/config")[2]["parameters"]
     assert configuration["classes"]["string_value"] == "0,1,2,3,4,5,6,7,8,9"
     assert float(configuration["mean"]["string_value"]) == about["mean"][0]
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/v2", "/metrics"])
+def test_head_has_the_length_of_get_and_no_body(server, path):
+    _, fields, _ = call(server.http, "GET", path)
+    status, without, nothing = call(server.http, "HEAD", path)
+    assert (status, nothing) == (200, b"")
+    assert without["content-type"] == fields["content-type"]
+    if path != "/metrics":  # which changes
+        assert int(without["content-length"]) == int(fields["content-length"]) > 0
+
+
+def test_a_health_probe_in_http_1_0_needs_no_host(server):
+    assert exchange(server.http, b"GET /v2/health/live HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert exchange(server.http, b"GET /v2/health/live HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_past_samples_of_the_live_page_stay_what_they_were(server, images):
+    def history() -> list[dict]:
+        with socket.create_connection(("127.0.0.1", server.http), timeout=20) as wire:
+            wire.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            read = wire.makefile("rb")
+            while not (line := read.readline()).startswith(b"data: "):
+                assert line
+            return json.loads(line.removeprefix(b"data: "))
+
+    time.sleep(1.1)  # a sample a second
+    before = history()[-1]
+    infer(server.http, images)
+    time.sleep(1.1)
+    (then,) = [sample for sample in history() if sample["time"] == before["time"]]
+    assert then["models"][0]["widths"] == before["models"][0]["widths"]
 
 
 def test_inference_with_and_without_version_and_slash(server, images):

@@ -108,7 +108,7 @@ class Live:
             "expected_accuracy": accuracy / known if known else _mean(observer.accuracy_sum, observer.accuracy_known),
             "agreement": served.accuracy is not None and bool(served.accuracy.agreement),
             "fifo": served.engine.fifo_length,
-            "widths": observer.width_items,
+            "widths": dict(observer.width_items),
             "decisions": _by_head(observer.decisions),
             "fallbacks": observer.fallbacks,
             "suspensions": observer.suspensions,

@@ -6,6 +6,7 @@ second listener, which is off by default.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from slim_scheduler.serve.decode import refuse_repeated_keys
@@ -50,18 +51,23 @@ class LoadWish(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
+def _file(path: Path) -> Response:
+    """A small file of the page, whole: an answer to HEAD then has its length."""
+    return Response(path.read_bytes(), media_type=guess_type(path.name)[0], headers=PAGE_HEADERS)
+
+
 def public_routes(service: Service, registry: CollectorRegistry, live: Live) -> Starlette:
     """The routes of the main listener."""
     repository = service.repository
 
     async def page(request: Request) -> Response:
-        return FileResponse(PAGE_FILES["index.html"], headers=PAGE_HEADERS)
+        return _file(PAGE_FILES["index.html"])
 
     async def page_file(request: Request) -> Response:
         path = PAGE_FILES.get(request.path_params["name"])  # a name from the folder's listing, never a path
         if path is None:
             raise Refusal(Kind.NOT_FOUND, "no such file")
-        return FileResponse(path, headers=PAGE_HEADERS)
+        return _file(path)
 
     async def metadata(request: Request) -> Response:
         return _json(service.metadata())
