@@ -150,6 +150,13 @@ def test_a_floor_nothing_reaches_is_refused_or_answered_as_the_request_asks(serv
         }
         return call(server.http, "POST", MODEL + "/infer", document)
 
+    def counted() -> list[float]:
+        found = metrics(server.http)
+        outcomes = ("answered", "rejected")
+        counts = [found[f'slim_requests_total{{model="digits",outcome="{outcome}"}}'] for outcome in outcomes]
+        return [*counts, found['slim_requests_received_total{model="digits"}']]
+
+    before = counted()
     status, _, refused = ask("refuse")
     assert status == 400
     assert "accuracy" in refused["error"]
@@ -157,6 +164,7 @@ def test_a_floor_nothing_reaches_is_refused_or_answered_as_the_request_asks(serv
     assert status == 200
     assert answered["parameters"]["unmet"] == "accuracy_floor"
     assert answered["parameters"]["widths"] == "1,1,1,1"
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 2], "one refused, one answered"
 
 
 def test_a_width_that_is_not_served_becomes_the_nearest_where_the_request_asks_for_an_answer(server, images):

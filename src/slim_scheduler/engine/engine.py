@@ -293,6 +293,11 @@ class SlimEngine:
         self._host.arrive(limits.request(ticket.request_id, ticket.items, now), inputs)
         return ticket
 
+    def unmet(self, limits: RequestLimits) -> str | None:
+        """Why what a request asks beyond an answer can never be met; None: it can. Nothing is counted."""
+        request = limits.checked(self.shape).request(0, range(0), 0.0)
+        return self._host.dispatcher.unmet(request.constraints, request.confidence_floor)
+
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for a request any more. Does nothing for one that has ended."""
         if ticket.request_id not in self._waiting:

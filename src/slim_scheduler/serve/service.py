@@ -94,7 +94,8 @@ class Service:
             if served.engine.offer_again(last.ticket):
                 raise self._refusal(served, last.ticket, waited)
             served.refused = None
-        ticket = served.engine.offer(items, limits_of(asked, asked.deadline), waited)
+        less, _ = _what_can_be_met(served, asked)
+        ticket = served.engine.offer(items, limits_of(less, less.deadline), waited)
         if ticket.refused is not None:
             if asked.deadline is None or time.monotonic() - read < JUST_READ * asked.deadline:
                 served.refused = Refused(asked, ticket)
@@ -249,8 +250,6 @@ class Inference:
         "_call",
         "_engine",
         "_accuracy",
-        "_for_less",
-        "_gone",
         "_served",
         "_service",
         "_ticket",
@@ -278,14 +277,11 @@ class Inference:
         self._trace = traceparent
         self._began = time.monotonic() if arrived is None else arrived
         self._unmet = ""  # which constraint was given up because the client preferred an answer
-        self._for_less = self._gone = False  # it was asked again so; nobody waits for it
         self._ticket: Ticket
 
     def begin(self, ticket: "Ticket | None") -> None:
         """Raises Refusal."""
-        asked = self._call.asked
-        if asked.replaced:
-            self._unmet = "widths"
+        asked, self._unmet = _what_can_be_met(self._served, self._call.asked)
         if ticket is None:
             self._ask(asked)
             return
@@ -297,7 +293,6 @@ class Inference:
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
-        self._gone = True
         self._engine.cancel(self._ticket)
 
     def _ask(self, asked: Asked) -> None:
@@ -315,14 +310,12 @@ class Inference:
         self._service.ended(self, result)
 
     def answer(self, result: "InferenceResult") -> None:
-        """Says what came of it, or asks again for less."""
+        """Says what came of it."""
         outcome = result.outcome
         end: Answer | Refusal
         try:
             if outcome is Outcome.ANSWERED:
                 end = self._answer_of(result)
-            elif self._ask_for_less(result):
-                return
             else:
                 end = _refusal(outcome, result.reason, result.retry_after)
         except Refusal as refusal:
@@ -349,27 +342,21 @@ class Inference:
         source, precision = _energy_source(served, servers), served.precision(servers)
         return Answer(result.logits, items, source, self._unmet, result.timeline, confidence, precision)
 
-    def _ask_for_less(self, result: "InferenceResult") -> bool:
-        """Where the client prefers an answer to a constraint that cannot be met. Raises Refusal."""
-        asked, served = self._call.asked, self._served
-        if asked.unmet != "answer" or result.outcome is not Outcome.REJECTED or result.retry_after is not None:
-            return False
-        if self._for_less or self._gone:
-            return False
-        if asked.confidence_floor is not None and (self._accuracy is None or self._accuracy.calibration is None):
-            self._unmet = "confidence_floor"
-            self._ask(msgspec.structs.replace(asked, confidence_floor=None))
-        elif asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
-            self._unmet = "accuracy_floor"
-            widest = (max(served.card.widths),) * served.card.segments
-            self._ask(msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest))
-        elif asked.widths is not None:
-            self._unmet = "widths"
-            self._ask(msgspec.structs.replace(asked, widths=None))
-        else:
-            return False
-        self._for_less = True
-        return True
+
+def _what_can_be_met(served: Served, asked: Asked) -> tuple[Asked, str]:
+    """What is asked of the engine, and which constraint was given up for it, where the client prefers an answer to one
+    that cannot be met."""
+    given_up = "widths" if asked.replaced else ""
+    if asked.unmet != "answer" or served.engine.unmet(limits_of(asked, None)) is None:
+        return asked, given_up
+    if asked.confidence_floor is not None and (served.accuracy is None or served.accuracy.calibration is None):
+        return msgspec.structs.replace(asked, confidence_floor=None), "confidence_floor"
+    if asked.accuracy_floor is not None:  # nothing reaches the floor: what comes nearest is the widest
+        widest = (max(served.card.widths),) * served.card.segments
+        return msgspec.structs.replace(asked, accuracy_floor=None, widths=asked.widths or widest), "accuracy_floor"
+    if asked.widths is not None:
+        return msgspec.structs.replace(asked, widths=None), "widths"
+    return asked, given_up
 
 
 def limits_of(asked: Asked, deadline: Seconds | None) -> RequestLimits:

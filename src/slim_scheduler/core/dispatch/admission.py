@@ -79,7 +79,7 @@ class Admission:
         `waiting` counts tasks in the global FIFO, `held_up` those that no server had credit for, `in_flight` all items
         that were taken and have not ended.
         """
-        wrong = self._unmet(request)
+        wrong = self.unmet(request.constraints, request.confidence_floor)
         if wrong is not None:
             return wrong, None
         if waiting + len(request.items) > self._max_waiting:
@@ -139,10 +139,11 @@ class Admission:
         widest = (max(self._shape.widths),) * self._shape.segments
         return widest if self._accuracy.top1(widest) > self._accuracy.top1(ran) else None
 
-    def _unmet(self, request: Request) -> str | None:
-        if request.confidence_floor is not None and not self._calibrated:
+    def unmet(self, constraints: TaskConstraints | None, confidence_floor: float | None) -> str | None:
+        """Why what a request asks beyond an answer can never be met; None: it can."""
+        if confidence_floor is not None and not self._calibrated:
             return "confidence_floor needs a model whose answers were measured; run `slim accuracy` on it"
-        constraints, shape = request.constraints, self._shape
+        shape = self._shape
         if constraints is None:
             return None
         if constraints.widths is not None:

@@ -65,6 +65,7 @@ from slim_scheduler.core.types import (
     Seconds,
     ServerName,
     Task,
+    TaskConstraints,
     TaskId,
 )
 from slim_scheduler.core.view import Head, ServerView, View
@@ -136,6 +137,10 @@ class Dispatcher:
         self._last_block = 0
 
     # ---- what hosts and pages may read
+
+    def unmet(self, constraints: TaskConstraints | None, confidence_floor: float | None) -> str | None:
+        """Why what a request asks beyond an answer can never be met; None: it can. Changes nothing."""
+        return self._admission.unmet(constraints, confidence_floor)
 
     @property
     def servers(self) -> dict[ServerName, ServerView]:
