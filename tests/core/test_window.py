@@ -237,3 +237,20 @@ def test_without_a_window_a_server_never_rests():
     arrives(scheduler, 1.0, 1)
     arrives(scheduler, 1.001, 2)
     assert ran(scheduler.handle(BatchDone(4), 1.008)) == [2]
+
+
+def test_a_device_on_which_nothing_runs_is_not_too_busy_for_an_instance():
+    """Its last sample may be old. All that it holds would wait behind one key for the next."""
+    scheduler = server()
+    scheduler.handle(DeviceSampled(0.97), 1.0)
+    assert len(only(arrives(scheduler, 1.001, 1, more=0, width=1.0), LoadInstance)) == 1
+
+
+@pytest.mark.parametrize("window", [WINDOW, 0.0])
+def test_while_it_runs_and_without_a_window_the_last_sample_counts(window):
+    scheduler = server(batch_window=window, max_concurrent_batches=2)
+    if window:
+        assert ran(arrives(scheduler, 1.0, 1, more=0)) == [1]
+    scheduler.handle(DeviceSampled(0.97), 1.0)
+    assert only(arrives(scheduler, 1.001, 2, more=0, width=1.0), LoadInstance) == []
+    assert len(only(scheduler.handle(DeviceSampled(0.9), 1.1), LoadInstance)) == 1

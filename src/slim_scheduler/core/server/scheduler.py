@@ -317,7 +317,7 @@ class ServerScheduler:
         """No free instance fits the head: load one or more if the limits allow, else wait for the next event."""
         segment, width, _, _ = key
         knobs, pool = self._knobs, self._pool
-        if self._utilization is not None and self._utilization >= knobs.utilization_block:
+        if self._load_blocked():
             return
         crowded = self._queue.count(key) >= knobs.scale_queue_threshold
         loading = pool.loading(segment, width)
@@ -330,6 +330,12 @@ class ServerScheduler:
             loading += 1
             instance = pool.add(segment, width, size, now)
             commands.append(LoadInstance(instance.instance_id, segment, width, size))
+
+    def _load_blocked(self) -> bool:
+        """Whether the device is too busy for another instance, by the last sample. Where there is a window, a device on
+        which nothing runs is not: its key would wait for the next sample, and every other key behind it."""
+        busy = self._utilization is not None and self._utilization >= self._knobs.utilization_block
+        return busy and (self._window is None or bool(self._running))
 
     def _evict(self, size: Bytes, commands: list[ServerCommand], keep: Instance | None = None) -> None:
         """The head is blocked by memory alone: unload free instances, least recently used first, until it will fit."""
