@@ -189,7 +189,7 @@ def test_comparing_needs_routers_and_seeds(slim: Slim, tmp_path: Path) -> None:
     compare = ("compare", "--config", DEMO, "--out", tmp_path, "--routers")
     assert "no router to compare" in refused(slim, *compare, ",")
     assert "named twice" in refused(slim, *compare, "random,random")
-    assert "at least 1" in refused(slim, *compare, "random", "--seeds", "0")
+    assert "at least 1" in refused(slim, *compare, "random", "--seeds", "-3")
 
 
 def test_a_folder_that_cannot_be_written_is_named(slim: Slim, tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def test_digits_are_enlarged_to_a_network_of_larger_images():
 def test_other_bad_sources_are_refused_in_one_line(tmp_path):
     with pytest.raises(DataError, match="does not exist; give `digits`"):
         load_data(tmp_path / "nowhere")
+    (tmp_path / "picture.png").write_bytes(b"")
+    with pytest.raises(DataError, match="is a file; give `digits`"):
+        load_data(tmp_path / "picture.png")
     (tmp_path / "one" / "cat").mkdir(parents=True)
     with pytest.raises(DataError, match="1 class folders; at least 2"):
         load_data(tmp_path / "one")

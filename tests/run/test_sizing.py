@@ -127,3 +127,5 @@ def test_the_command_says_what_is_needed_why_and_what_more_gives(config, tmp_pat
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"], catch_exceptions=False).stdout)
     assert found["needed"]["servers"] == ["a", "b"]
     assert set(found["without"]) == {"a", "b"}
+    refusal = CliRunner().invoke(app, [*asked, "--precision", "bf16"]).exception
+    assert "precision in the file" in str(refusal)

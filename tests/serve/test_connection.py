@@ -267,6 +267,12 @@ def test_an_upgrade_is_not_taken_up_and_its_body_is_a_body(word):
     assert wire.statuses() == [200, 200]
 
 
+def test_white_space_after_a_field_is_no_part_of_it():
+    wire = Wire()
+    wire.send(b"GET /a HTTP/1.1\r\nHost: localhost:8000 \t \r\nConnection: close \r\n\r\n")
+    assert wire.statuses() == [200]
+
+
 @pytest.mark.parametrize(
     ("head", "status"),
     [

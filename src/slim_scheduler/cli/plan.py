@@ -37,7 +37,9 @@ def plan(
         float | None,
         typer.Option("--rho", help="How busy each device may be, to 1; 0.89 if left out."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="Without --config: fp32, bf16, fp16 or auto.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option(help="Without --config: fp32 (if left out), bf16, fp16 or auto.")
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -53,13 +55,15 @@ def plan(
 
     if (model is None) == (config is None):
         raise ConfigError("give a model folder, or --config FILE with the servers that there are")
+    if config is not None and precision is not None:
+        raise ConfigError("--precision is for a model folder; with --config, set the servers' precision in the file")
     load = trace_load(read_trace(trace), slo / 1e3, items)
     settings: Config
     if config is not None:
         settings = load_config(config, tuple(overrides or ()))
     else:
         assert model is not None
-        settings = with_overrides(found_for(model, precision), overrides or ())
+        settings = with_overrides(found_for(model, precision or "fp32"), overrides or ())
     shape = load_shape(settings)
     table = read_accuracy(accuracy_path(settings))
     with progress("asking the bound") as show:

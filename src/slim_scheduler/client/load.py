@@ -18,12 +18,13 @@ import numpy as np
 import uvloop
 
 from slim_scheduler.client.client import Constraints
-from slim_scheduler.client.senders import HttpSender, Status
+from slim_scheduler.client.senders import LOST, HttpSender, Status
 from slim_scheduler.client.wire import ConnectionLostError
 from slim_scheduler.core.errors import InputError
 
 Transport = Literal["http", "grpc"]
 VALID_LAG_S = 0.005
+LOST_PAUSE_S = 0.05  # between a connection that was lost and a caller's next try
 SPARE_FILES = 64  # that a process has open beside its connections
 
 
@@ -172,6 +173,8 @@ async def closed_loop(send: Send, concurrency: int, duration: float, tally: Tall
         while (intended := time.perf_counter()) < end:
             status = await send(number)
             tally.add(intended, status)
+            if status == LOST:
+                await asyncio.sleep(LOST_PAUSE_S)
             number += concurrency
 
     tally.lags.append(0.0)

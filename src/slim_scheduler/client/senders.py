@@ -10,6 +10,7 @@ from slim_scheduler.client.client import AsyncSlimClient, Constraints, infer_bod
 from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
 
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
+LOST = "lost"  # no connection, or one that ended before the answer
 
 
 class HttpSender:
@@ -54,7 +55,7 @@ class HttpSender:
                 connection = self._kept() or await HttpConnection.open(self._host, self._port)
                 status, _, _ = await connection.send(self._requests[number % len(self._requests)])
             except (OSError, ConnectionLostError):
-                return "lost"
+                return LOST
             if connection.open_for_more:
                 self._free.append(connection)
             return status

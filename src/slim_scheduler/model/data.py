@@ -40,9 +40,8 @@ def load_data(
     elif path.name.endswith(".tar.gz"):
         loaded = cifar.from_archive(path)
     elif not path.is_dir():
-        raise DataError(
-            f"data {path} does not exist; give `digits`, a cifar-100-binary folder, or class folders of images"
-        )
+        what = "is a file" if path.exists() else "does not exist"
+        raise DataError(f"data {path} {what}; give `digits`, a cifar-100-binary folder, or class folders of images")
     elif (path / "train.bin").exists() or (path / "test.bin").exists():
         loaded = cifar.from_folder(path)
     else:

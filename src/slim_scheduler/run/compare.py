@@ -45,7 +45,7 @@ def trials(routers: Sequence[str], seeds: Sequence[int], out: Path) -> list[Tria
     if len(set(routers)) < len(routers):
         raise ConfigError(f"a router is named twice in {', '.join(routers)}; name each once")
     if not seeds:
-        raise ConfigError("seeds is 0; give at least 1")
+        raise ConfigError("no seed to compare on; give --seeds of at least 1")
     return [
         Trial(router, seed, out / folder_name(router) / f"seed-{seed}")
         for i, seed in enumerate(seeds)

@@ -367,7 +367,7 @@ class Connection(asyncio.Protocol):
             return  # a trailer must not pass for a header that was checked
         if len(request.fields) >= MOST_FIELDS:
             raise Refusal(Kind.HEAD_TOO_LARGE, f"the head has over {MOST_FIELDS} fields")
-        request.fields.append((name.lower(), value))
+        request.fields.append((name.lower(), value.rstrip(b" \t")))  # RFC 9112, 5.1
 
     def on_headers_complete(self) -> None:
         request, parser = self._incoming, self._parser
