@@ -76,6 +76,16 @@ def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(result
     assert results.run(experiment, stored, out, 1, tmp_path) == 4
 
 
+def test_a_load_that_is_whole_is_shown_before_the_others_are(results):
+    experiment = results.read_experiments()["default"]
+    store = results.read_store(results.STORED, "default")
+    last = list(experiment.loads)[-1]
+    store.runs = [run for run in store.runs if run.load != last or run.seed != 270]
+    page = results.table(experiment, store)
+    assert [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| 0")] == ["| 0.5", "| 0.7", "| 0.85"]
+    assert f"Load {last} is not whole: 9 of 10 runs." in page
+
+
 def test_real_arrivals_are_sped_up_to_the_load_and_a_run_replays_each(results, tmp_path, monkeypatch):
     (tmp_path / "hour.csv.gz").write_bytes(gzip.compress(b"arrival_s\n0\n900\n1000\n3600\n"))
     config = tmp_path / "cluster.toml"

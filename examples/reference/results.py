@@ -212,7 +212,7 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
 
 
 def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
-    """Markdown: a line per load and router, means with their 95 % intervals; what is not stored is said.
+    """Markdown: a line per router and load that is stored whole, means with their 95 % intervals; what lacks is said.
 
     The reward against the first router's is the difference, paired by seed, over the first's mean.
     """
@@ -222,11 +222,16 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
         for load in experiment.loads
         for router in experiment.routers
     }
-    there, wanted = sum(map(len, rows.values())), len(rows) * len(seeds)
+    wanted = len(experiment.routers) * len(seeds)
+    there = {load: sum(len(rows[load, router]) for router in experiment.routers) for load in experiment.loads}
     needs = "SLIM_TRACES=FOLDER " if experiment.trace else ""
     command = f"`{needs}python examples/reference/results.py {experiment.name}`"
-    if there < wanted:
-        return f"{experiment.says}\n{there} of {wanted} runs are stored; the others: {command}.\n"
+    rows = {key: runs for key, runs in rows.items() if there[key[0]] == wanted}
+    if not rows:
+        return (
+            f"{experiment.says}\n{sum(there.values())} of {wanted * len(there)} runs are stored; "
+            f"the others: {command}.\n"
+        )
     commits = sorted({run.commit[:12] for runs in rows.values() for run in runs.values()})
     measures = COLUMNS[experiment.columns]
     several = len(experiment.loads) > 1
@@ -254,6 +259,7 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
         f"Simulated; seeds {seeds[0]} to {seeds[-1]}, mean ± 95 % interval.",
         f"Commit {', '.join(f'`{commit}`' for commit in commits)}; {command}.",
     ]
+    said += [f"Load {load} is not whole: {n} of {wanted} runs." for load, n in there.items() if n < wanted]
     return "\n".join([*said, "", *lines]) + "\n"
 
 
