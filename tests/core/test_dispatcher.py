@@ -325,8 +325,15 @@ def test_an_accuracy_floor_out_of_reach_is_refused_with_the_best_there_is():
     answer = replies(dispatcher(accuracy=Measured()).handle(request(1, accuracy_floor=1.01), 0.0))[0]
     assert (answer.outcome, answer.reason) == (
         Outcome.REJECTED,
-        "accuracy_floor 1.01 is above the best expected accuracy, 1.0000",
+        "accuracy_floor 1.01 is above the best expected accuracy, 1.0000; ask for at most that",
     )
+
+
+def test_a_floor_above_what_its_own_widths_reach_is_refused_with_that():
+    asked = request(1, accuracy_floor=0.6, widths=(0.25, 0.5, 0.75))
+    answer = replies(dispatcher(accuracy=Measured()).handle(asked, 0.0))[0]
+    assert answer.outcome is Outcome.REJECTED
+    assert answer.reason == "accuracy_floor 0.6 is above these widths' expected accuracy, 0.5000; ask for at most that"
 
 
 def test_different_constraints_never_share_a_block():

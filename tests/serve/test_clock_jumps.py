@@ -18,6 +18,7 @@ from tests.serve.wire import call, metrics
 
 SOURCE = ROOT / "src/slim_scheduler"
 SHOWN = {
+    "serve/http/reply.py": "_date(int(time.time()))",
     "serve/service.py": "last_inference",
     "serve/live.py": '"time"',
     "serve/tracing.py": "time_ns",

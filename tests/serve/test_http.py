@@ -5,6 +5,7 @@ import json
 import socket
 import time
 import zlib
+from email.utils import parsedate_to_datetime
 
 import numpy as np
 import pytest
@@ -109,7 +110,26 @@ def test_large_answers_are_compressed_where_the_client_takes_it(server):
     assert status == 200
     assert fields["content-encoding"] == "gzip"
     assert len(gzip.decompress(raw)) == int(fields["inference-header-content-length"]) + 200 * 40
-    assert "content-encoding" not in infer(server.http, images)[1]
+    for refused in ("identity", "gzip;q=0", "br, gzip; q=0.000"):
+        assert "content-encoding" not in infer(server.http, images, accept_encoding=refused)[1]
+    assert infer(server.http, images, accept_encoding="gzip;q=0, deflate;q=0.5")[1]["content-encoding"] == "deflate"
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/metrics"])
+def test_documents_are_compressed_too(server, path):
+    plain, packed = (call(server.http, "GET", path, accept_encoding=coding) for coding in ("identity", "gzip"))
+    assert packed[1]["content-encoding"] == "gzip"
+    assert len(packed[2]) < len(plain[2]) / 2
+    if path != "/metrics":  # which changes
+        assert gzip.decompress(packed[2]) == plain[2]
+        assert packed[1]["vary"] == "accept-encoding"
+
+
+@pytest.mark.parametrize("path", ["/", "/v2", "/live/events", MODEL + "/infer"])
+def test_every_answer_has_its_date(server, path):
+    head = exchange(server.http, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), timeout=1)
+    date = parsedate_to_datetime(head.split(b"date: ")[1].split(b"\r\n")[0].decode())
+    assert abs(date.timestamp() - time.time()) < 20
 
 
 def test_labels_come_with_the_classification_extension(server, images):
@@ -224,6 +244,8 @@ def test_repository_index_and_statistics(server, images):
         assert stats["inference_count"] >= 3
         assert stats["inference_stats"]["success"]["count"] >= 1
         assert stats["inference_stats"]["compute_infer"]["ns"] > 0
+        for part in ("queue", "compute_infer"):
+            assert stats["inference_stats"][part]["count"] == stats["inference_stats"]["success"]["count"]
         executions = {row["batch_size"]: row["compute_infer"]["count"] for row in stats["batch_stats"]}
         assert sum(executions.values()) == stats["execution_count"]
         segments = 4
@@ -264,6 +286,18 @@ def test_metrics_have_our_names_and_tritons(server, images):
     ):
         assert found[name] > 0, name
     assert any(name.startswith("slim_block_seconds_bucket{") and 'segment="3"' in name for name in found)
+
+
+def test_waiting_and_computing_are_counted_once_per_request(server, images):
+    """Who divides a sum of microseconds by the number of requests must get no more than a request took."""
+    names = ("request_success", "request_duration_us", "queue_duration_us", "compute_infer_duration_us")
+    before = metrics(server.http)
+    infer(server.http, np.zeros((200, 1, 8, 8), np.float32))
+    after = metrics(server.http)
+    series = [f'nv_inference_{name}{{model="digits",version="1"}}' for name in names]
+    requests, whole, queue, compute = (after[name] - before[name] for name in series)
+    assert requests == 1
+    assert 0 < compute <= queue + compute <= whole
 
 
 def test_a_timeline_says_where_the_time_of_every_item_went(server, images):

@@ -237,8 +237,11 @@ def _triton(served: list[Served]) -> Iterator[Metric]:
         ("nv_inference_count", "Answered items."),
         ("nv_inference_exec_count", "Batches that ran."),
         ("nv_inference_request_duration_us", "Cumulative time of answered requests."),
-        ("nv_inference_queue_duration_us", "Cumulative waiting time of answered items."),
-        ("nv_inference_compute_infer_duration_us", "Cumulative compute time of answered items."),
+        (
+            "nv_inference_queue_duration_us",
+            "Cumulative waiting time of answered requests: of the item that took longest.",
+        ),
+        ("nv_inference_compute_infer_duration_us", "Cumulative compute time of answered requests: of that item."),
     )
     families = [UnknownMetricFamily(name, text, labels=labels) for name, text in names]
     pending = GaugeMetricFamily("nv_inference_pending_request_count", "Requests not yet ended.", labels=labels)

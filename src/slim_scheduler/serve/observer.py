@@ -77,7 +77,6 @@ class Observer:
         self.recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, seconds) of answered requests
         self.queue_seconds = 0.0
         self.compute_seconds = 0.0
-        self.items_answered = 0
         self.items_energy = 0.0
         self.accuracy_sum = 0.0
         self.accuracy_known = 0
@@ -147,11 +146,13 @@ class Observer:
         if outcome is Outcome.ANSWERED:
             self.recent.append((now, seconds))
 
+    def waited(self, longest: ItemOutcome) -> None:
+        """A request was answered; of its items this one took longest, so its times are the request's."""
+        self.queue_seconds += longest.queue_s
+        self.compute_seconds += longest.compute_s
+
     def item(self, ended: ItemOutcome, widths: str, accuracy: float | None) -> None:
         """An item was answered at a width tuple. `accuracy`: the chance that it is right."""
-        self.items_answered += 1
-        self.queue_seconds += ended.queue_s
-        self.compute_seconds += ended.compute_s
         self.items_energy += ended.energy_j or 0.0
         self.width_items[widths] = self.width_items.get(widths, 0) + 1
         if ended.other_widths:

@@ -338,6 +338,7 @@ class Inference:
         for at, item in enumerate(items):
             accuracy = confidence[at] if confidence else None if table is None else table.top1(item.widths)
             observer.item(item, spelled(item.widths), accuracy)
+        observer.waited(max(items, key=_seconds) if len(items) > 1 else items[0])
         servers = frozenset([server for item in items for server in item.servers])
         source, precision = _energy_source(served, servers), served.precision(servers)
         return Answer(result.logits, items, source, self._unmet, result.timeline, confidence, precision)
@@ -365,6 +366,10 @@ def limits_of(asked: Asked, deadline: Seconds | None) -> RequestLimits:
     )
 
 
+def _seconds(item: ItemOutcome) -> Seconds:
+    return item.queue_s + item.compute_s
+
+
 def _settle(future: "asyncio.Future[Answer | Refusal]", end: Answer | Refusal) -> None:
     if not future.done():
         future.set_result(end)
@@ -385,7 +390,8 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
     if outcome is Outcome.FAILED and reason == NOT_FINITE:
         return Refusal(Kind.INTERNAL, f"{NOT_FINITE}: the model overflows for this input, or its weights are damaged")
     if outcome is Outcome.EXPIRED:
-        return Refusal(Kind.UNAVAILABLE, f"not done by its deadline: {quote(reason, 300)}", retry_after or 1.0)
+        text = f"not done by its deadline: {quote(reason, 300)}; allow more time, or send it again later"
+        return Refusal(Kind.UNAVAILABLE, text, retry_after or 1.0)
     return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)
 
 
@@ -419,10 +425,10 @@ def _statistics(served: Served) -> dict[str, Any]:
         "inference_stats": {
             "success": duration(requests["answered"], answered.total),
             "fail": duration(sum(sum(h.buckets) for h in failed), sum(h.total for h in failed)),
-            "queue": duration(observer.items_answered, observer.queue_seconds),
-            "compute_input": duration(observer.items_answered, 0.0),
-            "compute_infer": duration(observer.items_answered, observer.compute_seconds),
-            "compute_output": duration(observer.items_answered, 0.0),
+            "queue": duration(requests["answered"], observer.queue_seconds),
+            "compute_input": duration(requests["answered"], 0.0),
+            "compute_infer": duration(requests["answered"], observer.compute_seconds),
+            "compute_output": duration(requests["answered"], 0.0),
         },
         "batch_stats": _batch_statistics(served),
     }

@@ -66,7 +66,7 @@ class Admission:
     def _late_offer(self, slack: Seconds, held_up: int, in_flight: int, now: Seconds) -> tuple[str, Seconds] | None:
         wait = self.offers.wait(now)
         if wait > DEADLINE_SHARE * slack:
-            return f"an answer takes {wait * 1e3:.0f} ms at this load and the deadline is in {slack * 1e3:.0f} ms", wait
+            return f"an answer takes {wait * 1e3:.0f} ms at this load and the deadline is in {slack * 1e3:.4g} ms", wait
         if not held_up and not self.offers.items:
             return None
         return self.too_late(slack, in_flight + self.offers.items)
@@ -98,7 +98,7 @@ class Admission:
         if wait is None or wait <= DEADLINE_SHARE * slack:
             return None
         least, most = RETRY_AFTER_RANGE
-        reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.0f} ms"
+        reason = f"about {wait * 1e3:.0f} ms of work wait and the deadline is in {slack * 1e3:.4g} ms"
         return reason, max(least, min(most, wait - DEADLINE_SHARE * slack))
 
     def widths(self, segment: int, constraints: TaskConstraints, ran: WidthTuple) -> tuple[Width, ...]:
@@ -157,7 +157,8 @@ class Admission:
                 return "accuracy_floor needs a model with measured accuracy; run `slim accuracy` on it"
             best = self._best(()) if constraints.widths is None else self._accuracy.top1(constraints.widths)
             if not floor <= best:
-                return f"accuracy_floor {floor:g} is above the best expected accuracy, {best:.4f}"
+                whose = "the best" if constraints.widths is None else "these widths'"
+                return f"accuracy_floor {floor:g} is above {whose} expected accuracy, {best:.4f}; ask for at most that"
         return None
 
     def _resolve(self, segment: int, constraints: TaskConstraints, prefix: WidthTuple) -> tuple[Width, ...]:

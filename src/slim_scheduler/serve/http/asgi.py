@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from slim_scheduler.serve.http.connection import Connection
+from slim_scheduler.serve.http.fields import compressed
 from slim_scheduler.serve.http.reply import Field, refused
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.refusal import DEFECT
@@ -54,7 +55,9 @@ class _Exchange:
             self.begun = True
             if not more:
                 self.complete = True
-                self._connection.answer(status, [field for field in fields if field[0] != b"content-length"], body)
+                fields = [field for field in fields if field[0] != b"content-length"]
+                body = compressed(body, self._request.headers, fields)
+                self._connection.answer(status, fields, body)
                 return
             self._begin(status, fields)
         await self._piece(body, more)

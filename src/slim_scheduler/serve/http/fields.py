@@ -9,6 +9,8 @@ from slim_scheduler.serve.refusal import invalid, quote
 HeaderMap = dict[bytes, bytes]
 
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+CODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}  # by their window in zlib
+NO_WEIGHT = re.compile(rb"q=0(\.0{0,3})?")
 SMALLEST_COMPRESSED = 1024  # a TCP segment; below it compression only costs time
 MOST_DIGITS = 18
 # Fields with one value: two would be two answers to one question.
@@ -51,13 +53,16 @@ def compressed(body: bytes, headers: HeaderMap, fields: list[Field]) -> bytes:
     """An answer's body as the client accepts it; adds the field that says how."""
     if len(body) < SMALLEST_COMPRESSED:
         return body
-    accepted = headers.get(b"accept-encoding", b"")
-    if b"gzip" in accepted:
-        fields.append((b"content-encoding", b"gzip"))
-        stream = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
-    elif b"deflate" in accepted:
-        fields.append((b"content-encoding", b"deflate"))
-        stream = zlib.compressobj(1)
-    else:
+    coding = _coding(headers.get(b"accept-encoding", b""))
+    if not coding:
         return body
+    fields.append((b"content-encoding", coding))
+    stream = zlib.compressobj(1, wbits=CODINGS[coding])
     return stream.compress(body) + stream.flush()
+
+
+def _coding(accepted: bytes) -> bytes:
+    """What of ours an Accept-Encoding names, and not with a weight of 0; empty: nothing."""
+    named = [part.replace(b" ", b"").lower().split(b";") for part in accepted.split(b",")]
+    taken = {name for name, *weight in named if not weight or NO_WEIGHT.fullmatch(weight[0]) is None}
+    return next((coding for coding in CODINGS if coding in taken), b"")

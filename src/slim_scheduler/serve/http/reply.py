@@ -1,6 +1,8 @@
 """Answers to HTTP requests: refusals as status, fields and body, and how a head is written."""
 
 import math
+import time
+from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -42,11 +44,20 @@ def whole_seconds(retry_after: float) -> int:
     return max(1, math.ceil(retry_after))
 
 
-@lru_cache(REMEMBERED)
 def head_bytes(status: int, fields: tuple[Field, ...]) -> bytes:
-    """An answer's head, with the empty line after it. Most answers of a server have one of a few."""
+    """An answer's head with its date (RFC 9110, 6.6.1) and the empty line after it."""
+    return _but_for_the_date(status, fields) + _date(int(time.time()))
+
+
+@lru_cache(1)
+def _date(second: int) -> bytes:
+    return f"date: {formatdate(second, usegmt=True)}\r\n\r\n".encode()
+
+
+@lru_cache(REMEMBERED)
+def _but_for_the_date(status: int, fields: tuple[Field, ...]) -> bytes:
+    """Most answers of a server have one of a few."""
     parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]  # type: ignore[call-overload]
     for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
-    parts.append(b"\r\n")
     return b"".join(parts)

@@ -34,6 +34,7 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
+    "vary": "accept-encoding",
 }
 SMALL_BODY = 64 * 1024  # bytes: names, and nothing else
 Handler = Callable[[Request], Awaitable[Response]]
