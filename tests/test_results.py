@@ -30,6 +30,28 @@ def test_every_table_of_the_page_is_that_of_its_stored_runs(results):
     assert fresh == text, "a table is stale; `python examples/reference/results.py --tables` makes it again"
 
 
+def test_the_figure_is_that_of_the_stored_runs(results, tmp_path):
+    panels, bound = results.drawn(results.read_experiments())
+    from results_figure import SAID, draw, fingerprint
+
+    made_of = SAID + fingerprint(panels, bound)
+    stale = "the figure is stale; `python examples/reference/results.py --tables` draws it again"
+    assert made_of in results.FIGURE.read_text(), stale
+    assert set(bound) == {"0.5", "0.7", "0.85", "0.95"}
+    assert list(panels["Poisson arrivals (simulated)"]["auto"]) == list(bound)
+    for lines in panels.values():
+        for load, (accuracy, p99, energy) in lines["auto"].items():
+            assert 60 < accuracy < bound[load]
+            assert 0 < energy < 1000
+            assert p99 > 0
+    panels["Poisson arrivals (simulated)"]["auto"]["0.5"][0] += 0.01
+    drawn = tmp_path / "figure.svg"
+    draw(panels, results.FIGURE_MEASURES, bound, drawn)
+    text = drawn.read_text()
+    assert made_of not in text
+    assert all(name in text for name in ("the bound", "auto", "slackfit", "ppo:responsive"))
+
+
 def test_a_changed_table_is_noticed(results):
     text, experiments = PAGE.read_text(), results.read_experiments()
     for found in results.MARKED.finditer(text):

@@ -1,4 +1,4 @@
-"""The tables of docs/reference-cluster.md, from runs that are stored by seed.
+"""The tables and the figure of docs/reference-cluster.md, from runs that are stored by seed.
 
     make results                                    # every experiment of results.toml; an interrupted one goes on
     python examples/reference/results.py ten        # one of them
@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from results_figure import Lines, draw
 
 from slim_scheduler.cli.terminal import progress
 from slim_scheduler.core.errors import ConfigError, SlimError
+from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.report.measures import Estimate, Measure, estimate, flatten
 from slim_scheduler.run.compare import run_simulated, trials
 from slim_scheduler.run.frontier import program
@@ -41,7 +43,10 @@ CLONE = HERE.parents[1]
 EXPERIMENTS = HERE / "results.toml"
 STORED = HERE / "results"
 PAGE = CLONE / "docs" / "reference-cluster.md"
-WRITTEN = ("examples/reference/results", "docs/reference-cluster.md")
+FIGURE = CLONE / "docs" / "figures" / "routers-loads.svg"
+WRITTEN = ("examples/reference/results", "docs/reference-cluster.md", "docs/figures/routers-loads.svg")
+DRAWN = {"below": "Poisson arrivals (simulated)", "bursts": "bursts (simulated)"}
+OFF_THE_SCALE = ("reward-greedy",)
 LOOK_SEEDS = (0, 2)
 LOOK_SETTINGS = ("workload.duration_s=4", "workload.warmup_s=0.4")
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
@@ -67,6 +72,7 @@ COLUMNS = {
         ENERGY,
     ),
 }
+FIGURE_MEASURES = (ACCURACY, P99, ENERGY)
 KEPT = (
     *dict.fromkeys(measure.key for columns in COLUMNS.values() for measure in columns),
     "utilization_variance.mean",
@@ -106,13 +112,16 @@ def _rate(setting: str, config: Path) -> str:
     return f"workload.rate={float(share) * highest_load(config):.0f}" if name == "share" else setting
 
 
-@cache
 def highest_load(path: Path) -> float:
     """What a configuration's cluster carries at most, in items per second."""
+    return _program(path).max_load()
+
+
+@cache
+def _program(path: Path) -> PlanProgram:
     config = load_config(path)
     shape = load_shape(config)
-    table = read_accuracy(accuracy_path(config))
-    return program(config, shape, load_profiles(config, shape), table).max_load()
+    return program(config, shape, load_profiles(config, shape), read_accuracy(accuracy_path(config)))
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -277,6 +286,40 @@ def page(text: str, experiments: dict[str, Experiment], stored: Path = STORED) -
     return MARKED.sub(fill, text)
 
 
+def drawn(experiments: dict[str, Experiment], stored: Path = STORED) -> tuple[dict[str, Lines], dict[str, float]]:
+    """The figure's panels, of loads that are stored whole, and the highest accuracy by share of the highest load."""
+    panels = {
+        title: _lines(experiments[name], read_store(stored, name), FIGURE_MEASURES) for name, title in DRAWN.items()
+    }
+    first = experiments[next(iter(DRAWN))]
+    return panels, {load: _most_accurate(HERE / first.config, float(load)) for load in first.loads}
+
+
+def _lines(experiment: Experiment, store: Store, measures: Sequence[Measure]) -> Lines:
+    lines: dict[str, dict[str, list[float]]] = {}
+    for load in experiment.loads:
+        runs = {
+            router: store.of(load, router, experiment.each_seed, made_of(experiment, load, router))
+            for router in experiment.routers
+        }
+        if any(len(of) < len(experiment.each_seed) for of in runs.values()):
+            continue
+        for router, of in runs.items():
+            if router not in OFF_THE_SCALE:
+                means = [estimate([run.metrics[m.key] for run in of.values()]).mean for m in measures]
+                row = [m.scale * mean for m, mean in zip(measures, means, strict=True) if mean is not None]
+                lines.setdefault(router, {})[load] = row
+    return lines
+
+
+@cache
+def _most_accurate(path: Path, share: float) -> float:
+    """The accuracy in percent that no router can pass at this share of the highest load, in one pass."""
+    plan = _program(path).most_accurate(share * highest_load(path))
+    assert plan is not None
+    return 100 * plan.accuracy
+
+
 def _answered(runs: Sequence[Run]) -> float:
     arrived = sum(run.metrics["items_arrived"] or 0 for run in runs)
     return 100 * sum(run.metrics["items_completed"] or 0 for run in runs) / arrived if arrived else 0.0
@@ -297,11 +340,20 @@ def _percent(difference: Estimate) -> str:
     return f"{100 * difference.mean:+.1f}{spread}"
 
 
+def write(experiments: dict[str, Experiment]) -> None:
+    """The page's tables and its figure."""
+    PAGE.write_text(page(PAGE.read_text(), experiments))
+    panels, bound = drawn(experiments)
+    draw(panels, FIGURE_MEASURES, bound, FIGURE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="experiments of results.toml (default: all)")
     parser.add_argument("--look", action="store_true", help="a first look: seeds 0 and 1, runs of 4 s")
-    parser.add_argument("--tables", action="store_true", help="only make the page's tables from what is stored")
+    parser.add_argument(
+        "--tables", action="store_true", help="only make the page's tables and figure from what is stored"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder of the runs' records")
     parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
     asked = parser.parse_args()
@@ -318,11 +370,11 @@ def main() -> None:
             print(f"\n{look.name}, a look\n\n{table(look, read_store(stored, look.name))}", flush=True)
         return
     if asked.tables:
-        PAGE.write_text(page(PAGE.read_text(), experiments))
+        write(experiments)
         return
     for experiment in chosen:
         print(f"{experiment.name}: {run(experiment, STORED, asked.out, asked.workers)} runs made", flush=True)
-        PAGE.write_text(page(PAGE.read_text(), experiments))
+        write(experiments)
 
 
 if __name__ == "__main__":
