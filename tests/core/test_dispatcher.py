@@ -1,5 +1,6 @@
 import pytest
 
+from slim_scheduler.core.dispatch.dispatcher import STALE_DEADLINES
 from slim_scheduler.core.messages import (
     BlockFinished,
     CancelTasks,
@@ -359,3 +360,17 @@ def test_a_lower_priority_ages_and_is_not_starved():
         (block,) = sent(made.handle(done(block, at), at))
         order.append(block.tasks[0].item)
     assert order == [300, 200, 400]
+
+
+def test_far_deadlines_of_ended_requests_do_not_pile_up_behind_a_near_one():
+    made = dispatcher(credit=4)
+    most = 2 * STALE_DEADLINES
+    for n in range(1, 3 * most):
+        now = n * 0.001
+        arrive(made, request(2 * n, at=now, deadline=now + 0.5), now)
+        if n > 1:
+            made.handle(RequestCancelled(2 * n - 2), now)
+        arrive(made, request(2 * n + 1, at=now, deadline=now + 3600.0), now)
+        made.handle(RequestCancelled(2 * n + 1), now)
+        assert len(made._deadlines) <= most
+    made.check_invariants()

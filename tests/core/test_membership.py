@@ -159,3 +159,14 @@ def test_not_every_server_can_be_ejected():
         returned = TasksReturned(block.server, 0, (block.tasks[0].task_id,), "device lost")
         (block,) = sent(made.handle(returned, 0.1))
     assert sorted(view.limit for view in made.servers.values()) == [0, 8]
+
+
+def test_the_next_silence_of_the_only_server_is_noticed_as_soon_as_the_first():
+    made = dispatcher(heartbeat_timeout=0.8, no_server_timeout=30.0)
+    arrive(made, request(1), 0.0)
+    made.handle(TimerFired(), 0.8)
+    assert not made.servers["a"].up
+    (wake,) = only(made.handle(report("a", 2.0), 2.0), WakeAt)
+    assert wake.at == pytest.approx(2.8), "and not when all would have been given up, at 30.8"
+    commands = made.handle(TimerFired(), wake.at)
+    assert [(c.server, c.up) for c in only(commands, ServerChanged)] == [("a", False)]

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slim_scheduler.core.queues import KeyedQueue
+from slim_scheduler.core.queues import STALE_HEADS, KeyedQueue
 from tests.core.networks import task
 
 
@@ -63,3 +63,17 @@ def test_each_key_comes_out_in_rank_order_without_the_removed(pushes, limit):
     for key, entries in out.items():
         expected = [(r, i) for i, (k, r, removed) in enumerate(pushes) if k == key and not removed]
         assert [(e[0], e[2].task_id) for e in entries] == sorted(expected)
+
+
+def test_heads_do_not_pile_up_where_only_lanes_are_looked_at():
+    queue = KeyedQueue()
+    queue.push("stays", 0.0, task(1))
+    for n in range(2, 2000):
+        queue.push("x", float(n), task(n))
+        assert {key for key, _, _ in queue.lanes()} == {"stays", "x"}
+        queue.take("x", 1)
+        assert len(queue._heads) <= STALE_HEADS + 4
+    queue.push("x", 0.5, task(2000))
+    assert queue.head() == "stays"
+    queue.take("stays", 1)
+    assert queue.head() == "x"

@@ -240,6 +240,22 @@ def test_a_failed_load_returns_what_waited_for_it_and_frees_the_memory():
     assert report_of(scheduler).memory_used == 0
 
 
+def test_a_second_instance_that_cannot_be_loaded_costs_the_tasks_of_the_first_nothing():
+    scheduler = server(scale_queue_threshold=4, max_new_instances=1, max_concurrent_batches=2)
+    loaded(scheduler, 0, 0.5)
+    commands = scheduler.handle(BlockArrived(block(7, tuple(task(i) for i in range(1, 13)))), 1.0)
+    (second,) = only(commands, LoadInstance)
+    assert scheduler.handle(InstanceFailed(second.instance, "CUDA out of memory"), 1.1) == []
+    (batch,) = started(commands)
+    commands = scheduler.handle(BatchDone(batch.batch_id), 1.2)
+    assert ran(commands) == [5, 6, 7, 8]
+    assert only(commands, LoadInstance) == [], "not again at once"
+    later = scheduler.handle(BatchDone(started(commands)[0].batch_id), 2.2)
+    assert ran(later) == [9, 10, 11, 12]
+    arrived = scheduler.handle(BlockArrived(block(8, tuple(task(i) for i in range(13, 17)))), 2.3)
+    assert len(only(arrived, LoadInstance)) == 1, "but once more after a second"
+
+
 def test_a_block_that_is_delivered_twice_runs_once():
     scheduler = server()
     loaded(scheduler, 0, 0.5)

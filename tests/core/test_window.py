@@ -118,6 +118,22 @@ def test_least_slack_starts_a_key_in_time_for_all_segments_that_are_left():
     assert ran(fires(scheduler, 1.5 - need)) == [1]
 
 
+def test_a_lower_priority_does_not_make_a_task_late_on_an_idle_server():
+    scheduler = server(batch_window=1.0)
+    need = 1.25 * 3 * (FIXED + 8 * EACH)
+    (wake,) = wakes(arrives(scheduler, 1.0, 1, deadline=1.5, priority=1))
+    assert wake == pytest.approx(1.5 - need)
+    assert ran(fires(scheduler, wake)) == [1]
+
+
+def test_of_ripe_keys_with_the_same_deadline_the_higher_priority_goes_first():
+    scheduler = server()
+    arrives(scheduler, 1.0, 1, more=0)  # runs
+    arrives(scheduler, 1.001, 2, segment=1, more=0, deadline=1.2, priority=1)
+    arrives(scheduler, 1.003, 3, segment=2, more=0, deadline=1.2)
+    assert ran(scheduler.handle(BatchDone(4), 1.004)) == [3]
+
+
 def test_without_a_profile_deadlines_are_not_risked():
     scheduler = server(profile=False)
     assert ran(arrives(scheduler, 1.0, 1, deadline=1.5)) == [1]

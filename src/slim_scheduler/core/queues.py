@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from slim_scheduler.core.types import Seconds, Task, TaskId
 
 K = TypeVar("K", bound=Hashable)
+STALE_HEADS = 64  # that may stay: sweeping costs a look at every lane
 # (rank, sequence, task, tag): the tag is the owner's, such as the block a task came with
 Entry = tuple[Seconds, int, Task, int]
 
@@ -225,3 +226,12 @@ class KeyedQueue(Generic[K]):
             for entry in (*lane.in_order, *lane.early):
                 self._removed.discard(entry[2].task_id)
             del self._lanes[key]
+            if len(self._heads) > 2 * len(self._lanes) + STALE_HEADS:
+                self._announce_again()
+
+    def _announce_again(self) -> None:
+        """Drops what is stale of the heads: who goes by `lanes` alone never comes across it."""
+        firsts = [(key, lane, self._first(lane)) for key, lane in self._lanes.items()]
+        self._heads.clear()
+        for key, lane, first in firsts:
+            self._announce(key, lane, first)

@@ -36,7 +36,8 @@ class Timelines:
     def __init__(self, recorder: StepRecorder) -> None:
         self.recorder = recorder
         self._followed: set[ItemId] = set()
-        self._sent: dict[TaskId, tuple[Task, Seconds]] = {}
+        self._newest: dict[ItemId, TaskId] = {}  # attempt of an item
+        self._sent: dict[TaskId, tuple[Task, Seconds]] = {}  # newest attempts that have not run
         self._visits: dict[ItemId, list[Visit]] = {}
 
     def follow(self, items: Iterable[ItemId]) -> None:
@@ -47,9 +48,8 @@ class Timelines:
         visits: list[Visit] = []
         for item in items:
             self._followed.discard(item)
+            self._give_up(item)
             visits += self._visits.pop(item, ())
-        if not self._followed:
-            self._sent.clear()
         return tuple(visits)
 
     def step(self, machine: str, now: Seconds, event: Message, commands: Sequence[Message]) -> None:
@@ -63,12 +63,19 @@ class Timelines:
             if isinstance(command, SendBlock):
                 for task in command.block.tasks:
                     if task.item in self._followed:
+                        self._give_up(task.item)
+                        self._newest[task.item] = task.task_id
                         self._sent[task.task_id] = task, now
+
+    def _give_up(self, item: ItemId) -> None:
+        attempt = self._newest.pop(item, None)
+        if attempt is not None:
+            self._sent.pop(attempt, None)
 
     def _ran(self, report: BatchReported) -> None:
         for task_id in report.tasks:
             task, sent = self._sent.pop(task_id, (None, 0.0))
-            if task is None or task.item not in self._followed:
+            if task is None:
                 continue
             visit = Visit(
                 item=task.item,

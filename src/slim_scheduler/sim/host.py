@@ -45,6 +45,7 @@ from slim_scheduler.core.types import (
     RequestId,
     Seconds,
     ServerName,
+    TaskId,
     WidthTuple,
 )
 from slim_scheduler.core.view import View
@@ -161,7 +162,9 @@ class Simulation:
             )
         self._margin = margin
         self._segments = shape.segments
-        self._ran: dict[ItemId, WidthTuple] = {}  # widths of an item's pass so far, where margins are reported
+        # Where margins are reported: an item's newest attempt, and the widths of its pass so far.
+        self._newest: dict[ItemId, TaskId] = {}
+        self._ran: dict[ItemId, WidthTuple] = {}
         if self.dispatcher.escalates:
             if margin is None:
                 raise ConfigError(
@@ -321,7 +324,8 @@ class Simulation:
 
     def _reply(self, command: Reply) -> None:
         self._open -= 1
-        for ended in command.items if self._ran else ():
+        for ended in command.items if self._newest else ():
+            self._newest.pop(ended.item, None)
             self._ran.pop(ended.item, None)
         if self._config.faults:
             for server in self.servers.values():
@@ -344,6 +348,9 @@ class Simulation:
 
     def _send_block(self, command: SendBlock) -> None:
         self._blocks += 1
+        if self._margin is not None:
+            for task in command.block.tasks:
+                self._newest[task.item] = task.task_id
         self._mail.block(command.block, self._deliver_block)
 
     def _deliver_block(self, block: Block) -> None:
@@ -379,10 +386,13 @@ class Simulation:
         self._mail.to_dispatcher(server.name, message, self._dispatch)
 
     def _margins_of(self, batch: Batch) -> tuple[float, ...]:
-        """Keeps what a batch's items ran; of the last segment their answers' margins, 0 for items that have ended."""
+        """Keeps what a batch's items ran; of the last segment their answers' margins, 0 for given-up attempts."""
         assert self._margin is not None
         margins = []
         for task in batch.tasks:
+            if self._newest.get(task.item) != task.task_id:
+                margins.append(0.0)
+                continue
             ran = (*self._ran.get(task.item, ())[: batch.segment], batch.width)
             self._ran[task.item] = ran
             margins.append(self._margin(task.item, ran) if len(ran) == self._segments else 0.0)

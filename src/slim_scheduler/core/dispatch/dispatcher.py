@@ -6,7 +6,7 @@
 nobody: hosts deliver events and perform commands.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ from slim_scheduler.core.types import (
 )
 from slim_scheduler.core.view import Head, ServerView, View
 
+STALE_DEADLINES = 1024  # that may stay: sweeping costs a look at all
 ANSWER_LEAD: Seconds = 0.002  # before its deadline an item on its second pass is answered with its first
 CLOCK_SLACK = 1e-6  # seconds that a host's timer may be early
 ROUTE_SOON = RouteSoon()
@@ -316,7 +317,7 @@ class Dispatcher:
             return
         self._retries.arrived(len(request.items))
         if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.request_id))
+            self._ends_at(request.deadline, request.request_id)
         for flight in ledger.admit(request):
             self._fifo.enter(flight, 0, now)
         if self._next_key() is not None:  # else what frees a server routes
@@ -452,7 +453,7 @@ class Dispatcher:
             request = flight.request.request
             if request.deadline is not None and request.anytime and not flight.request.answers_early:
                 flight.request.answers_early = True
-                heappush(self._deadlines, (request.deadline - ANSWER_LEAD, request.request_id))
+                self._ends_at(request.deadline - ANSWER_LEAD, request.request_id)
 
     # ---- deadlines, cancellation, time
 
@@ -484,6 +485,15 @@ class Dispatcher:
                 recalled.setdefault(server, []).append(item.task.task_id)
             self._retries.end(item, outcome, now, reason)
         self._commands.extend(CancelTasks(server, tuple(tasks)) for server, tasks in recalled.items())
+
+    def _ends_at(self, at: Seconds, request_id: RequestId) -> None:
+        """Remembers a deadline. Those of requests that have ended leave the heap's head by themselves, and the rest of
+        it when they are most of it: a far one would stay until it comes."""
+        going_on = self._ledger.requests
+        if len(self._deadlines) > 2 * len(going_on) + STALE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in going_on]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (at, request_id))
 
     def _expire(self, request_id: RequestId, now: Seconds) -> None:
         """Its deadline has passed, or comes so soon that who has an answer gets it."""

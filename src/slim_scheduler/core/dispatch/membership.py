@@ -69,6 +69,7 @@ class Membership:
         if not view.up:
             self._fleet.up(report.server, now)
             self.all_down_since = None
+            self._earlier()
             self._tell(ServerChanged(report.server, True, "heard again", 0))
         lost = self._fleet.lost_tasks(report)
         if lost:

@@ -41,6 +41,7 @@ from slim_scheduler.core.view import ServerReport
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
 LONG_BATCH: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
+NEXT_LOAD: Seconds = 1.0  # after a load that failed, where another instance can run what waits
 RETURN: Seconds = 2e-6  # a simulated message in one process takes nanoseconds; a live host comes to timers after them
 
 
@@ -95,6 +96,7 @@ class ServerScheduler:
         self._open_blocks: dict[BlockId, int] = {}
         self._seen_blocks: dict[BlockId, None] = {}
         self._batch_limits: dict[tuple[int, Width], int] = {}
+        self._failed_loads: dict[tuple[int, Width], Seconds] = {}
         self._service_times: deque[Seconds] = deque(maxlen=RECENT_BATCHES)
         self._utilization: float | None = None
         self._next_batch = 0
@@ -130,7 +132,7 @@ class ServerScheduler:
             case BatchFailed():
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
-                self._load_failed(event, commands)
+                self._load_failed(event, now, commands)
         if self._returning is None and (self._window is None or not self._rests(now)):
             self._start_batches(now, commands)
         self._arm(commands)
@@ -315,9 +317,12 @@ class ServerScheduler:
 
     def _load(self, key: Key, now: Seconds, commands: list[ServerCommand]) -> None:
         """No free instance fits the head: load one or more if the limits allow, else wait for the next event."""
-        segment, width, _, _ = key
+        segment, width, _, exact = key
         knobs, pool = self._knobs, self._pool
         if self._load_blocked():
+            return
+        failed = self._failed_loads.get((segment, width))
+        if failed is not None and now < failed + NEXT_LOAD and pool.has(segment, width, self._widest(width, exact)):
             return
         crowded = self._queue.count(key) >= knobs.scale_queue_threshold
         loading = pool.loading(segment, width)
@@ -401,12 +406,16 @@ class ServerScheduler:
         self._queued_per_segment[batch.segment] += len(entries)
         self._give_back(entries, event.reason, commands, permanent=event.out_of_memory)
 
-    def _load_failed(self, event: InstanceFailed, commands: list[ServerCommand]) -> None:
+    def _load_failed(self, event: InstanceFailed, now: Seconds, commands: list[ServerCommand]) -> None:
+        """What no other instance can run goes back."""
         instance = self._pool.get(event.instance)
         if instance is None:
             return
         self._pool.remove(instance)
-        for key in [k for k in self._queue.counts() if k[:2] == (instance.segment, instance.width)]:
+        segment, width = instance.segment, instance.width
+        self._failed_loads[segment, width] = now
+        keys = [k for k in self._queue.counts() if k[:2] == (segment, width)]
+        for key in [k for k in keys if not self._pool.has(segment, width, self._widest(width, k[3]))]:
             self._give_back(self._queue.take(key, self._queue.count(key)), event.reason, commands)
             self._queue_changed(key)
 

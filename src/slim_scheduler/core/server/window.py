@@ -28,13 +28,15 @@ CLOCK_SLACK: Seconds = 1e-6  # that a host's timer may be early
 
 class _HeldKey:
     """What waits of one key. `since`: when the first of it came. `latest`: when the most urgent of it has to start.
-    `more`: tasks that may yet come, by the last block's word."""
+    `turn`: the same where priorities count, which says who goes first. `more`: tasks that may yet come, by the last
+    block's word."""
 
-    __slots__ = ("latest", "more", "since")
+    __slots__ = ("latest", "more", "since", "turn")
 
     def __init__(self, more: int) -> None:
         self.since: Seconds = float("inf")
         self.latest: Seconds = float("inf")
+        self.turn: Seconds = float("inf")
         self.more = more
 
 
@@ -88,7 +90,8 @@ class BatchWindow:
         held.more = more
         held.since = min(held.since, now)
         facts = self._facts_of(key)
-        held.latest = min(held.latest, self._latest(facts, tasks))
+        latest, turn = self._starts(facts, tasks)
+        held.latest, held.turn = min(held.latest, latest), min(held.turn, turn)
         if self._window is None:
             facts.came = facts.came * exp((facts.came_at - now) / RATE_MEMORY) + len(tasks)
             facts.came_at = now
@@ -99,7 +102,7 @@ class BatchWindow:
         if waiting:
             held = self._held[key] = _HeldKey(0 if before is None else before.more)
             held.since = min([since for since, _ in waiting])
-            held.latest = self._latest(self._facts_of(key), [task for _, task in waiting])
+            held.latest, held.turn = self._starts(self._facts_of(key), [task for _, task in waiting])
 
     # ---- what it asks
 
@@ -117,13 +120,15 @@ class BatchWindow:
 
     def urgency(self, key: Key, first: Entry) -> tuple[Seconds, int]:
         """Of two ripe keys the lower goes first: the least slack, or the older. `first`: the first entry of the key."""
-        return min(self._held[key].latest, first[0] + UNHURRIED), first[1]
+        return min(self._held[key].turn, first[0] + UNHURRIED), first[1]
 
     def check_invariants(self, key: Key, waiting: Sequence[tuple[Seconds, Task]]) -> None:
         """`waiting` as in `changed`."""
         held = self._held[key]
         assert held.since <= min([since for since, _ in waiting]) + CLOCK_SLACK, "a task waits past its window"
-        assert held.latest <= self._latest(self._facts[key], [task for _, task in waiting]), "slack is overlooked"
+        latest, turn = self._starts(self._facts[key], [task for _, task in waiting])
+        assert held.latest <= latest, "slack is overlooked"
+        assert held.turn <= turn, "an urgent task is overlooked"
 
     # ---- one key
 
@@ -132,10 +137,13 @@ class BatchWindow:
             return held.since  # not one more task is to be expected in the window
         return min(held.since + facts.window, held.latest)
 
-    def _latest(self, facts: _KeyFacts, tasks: Iterable[Task]) -> Seconds:
+    def _starts(self, facts: _KeyFacts, tasks: Iterable[Task]) -> tuple[Seconds, Seconds]:
+        """When the most urgent of some tasks has to start, without and with priorities."""
+        starts = [(t.deadline - facts.need, t.priority) for t in tasks if t.deadline is not None]
+        if not starts:
+            return float("inf"), float("inf")
         aging = self._priority_aging
-        starts = [t.deadline - facts.need + aging * t.priority for t in tasks if t.deadline is not None]
-        return min(starts, default=float("inf"))
+        return min(starts)[0], min([start + aging * priority for start, priority in starts])
 
     def _facts_of(self, key: Key) -> _KeyFacts:
         facts = self._facts.get(key)
