@@ -121,3 +121,8 @@ def test_what_commands_would_refuse_is_a_problem(tmp_path: Path):
     manifest.write_text(manifest.read_text().replace("tests.model.plain_networks", "nowhere.to_be_found"))
     _, model = found(*copied, subject="model")
     assert (model.status, "nowhere" in model.found) == ("problem", True)
+
+
+def test_a_device_that_nothing_computes_on_is_a_problem():
+    first = found("servers.0.device=gpu", subject="server fast")[0]
+    assert (first.status, first.found) == ("problem", "gpu: no device that computes, and no profile of that name")

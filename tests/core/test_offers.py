@@ -171,6 +171,8 @@ def test_an_offer_that_would_be_late_behind_those_that_wait_is_refused():
     offer(made, 0, 0.0)
     (late,) = replies(offer(made, 1, 1.1, deadline=3.0))
     assert "an answer takes 1100 ms at this load and the deadline is in 1900 ms" in late.reason
+    (gone,) = replies(offer(made, 5, 1.1, deadline=1.0999))
+    assert gone.reason == "the deadline passed before the request could be taken; allow more time"
     assert not replies(offer(made, 2, 1.1, deadline=9.0))
     assert not replies(offer(made, 3, 1.1))
     assert not replies(offer(made, 4, 1.1, deadline=3.0, accuracy_floor=0.9)), "it may be one that nothing reaches"

@@ -1,6 +1,7 @@
 """Training learns, takes other data and other networks, and an interruption changes nothing."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_a_state_of_another_run_is_not_continued(tmp_path):
         fit(TINY, "digits", tmp_path, epochs=1, seed=5)
 
 
+def test_a_finished_network_without_its_state_is_not_trained_over(tmp_path):
+    fit(TINY, "digits", tmp_path, epochs=1)
+    shutil.rmtree(tmp_path / ".training")
+    before = weights(tmp_path)
+    with pytest.raises(CheckpointError, match="holds a finished network; choose another --out"):
+        fit(TINY, "digits", tmp_path, epochs=1, seed=5)
+    assert weights(tmp_path) == before
+
+
 def test_a_damaged_state_says_so(tmp_path):
     fit(TINY, "digits", tmp_path, epochs=1)
     path = tmp_path / ".training" / "training.safetensors"
@@ -176,6 +186,8 @@ def test_the_table_says_what_the_network_answers(tmp_path):
     ("call", "message"),
     [
         (lambda out: fit("cifar", "digits", out), "preset cifar does not exist; nearest: cifar100"),
+        (lambda out: fit("digits", "digits", out, device="openvino:CPU"), "cannot train; give cpu or cuda:N"),
+        (lambda out: fit("digits", "digits", out, device="cuda:99"), "device cuda:99 is not there: torch .* sees"),
         (lambda out: fit("digits", "digits", out, epochs=0), "epochs 0 must be at least 1"),
         (lambda out: fit("digits", "digits", out, minutes=-1), "minutes -1 must be more than 0"),
         (lambda out: fit(PRESETS["cifar100"], "digits", out), "images of 1x8x8, the network takes 3x32x32"),

@@ -62,6 +62,20 @@ def answer_of_the_management_interface(name: str) -> Refusal:
     return refused.value
 
 
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("jsq", "jsq:W, such as jsq:0.5"),
+        ("cost-model:", "cost-model:W, such as"),
+        ("ppo", "ppo:POLICY_DIR"),
+        ("jsq@", "jsq@"),
+    ],
+)
+def test_a_name_without_its_argument_is_told_what_a_whole_one_is(name: str, whole: str) -> None:
+    with pytest.raises(InputError, match=f"router {name} is incomplete: {whole}"):
+        parse_router(name)
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_router_that_one_takes_all_take(name: str) -> None:
     config = with_overrides(load_config(DEMO), [f'router.name="{name}"'])

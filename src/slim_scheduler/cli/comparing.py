@@ -1,6 +1,7 @@
 """`slim compare` and `slim demo`: several routers on the same workloads."""
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +61,12 @@ def compare(
     with progress("comparing") as show:
         runs = run_live(settings, plan, show) if live else run_simulated(settings, plan, workers, show)
         finished, interrupted = _until_interrupted(runs, allow_fallback)
-    _conclude(names, finished, out, as_json, "Slim Scheduler comparison")
+    title = "Slim Scheduler comparison"
+    if interrupted:
+        done = sum(not run.summary["interrupted"] for run in finished)
+        title += f", interrupted after {done} of {len(plan)} runs"
+        print(f"interrupted: {done} of {len(plan)} runs are whole; the same command begins anew", file=sys.stderr)
+    _conclude(names, finished, out, as_json, title)
     if not as_json and finished:
         whole = [run for run in finished if not run.summary["interrupted"]]
         ran = dict.fromkeys(run.trial.router for run in whole)

@@ -89,9 +89,14 @@ def _data(config: Config) -> Iterator[Finding]:
 
 
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
+    from slim_scheduler.engine.devices.registry import KINDS
+
     subject = f"server {server.name}"
     path = find_profile(server, shape, Path(config.model.path))
-    if path is None and server.slowdown_of == "profile":
+    if path is None and server.device.partition(":")[0] not in KINDS:
+        found = f"{server.device}: no device that computes, and no profile of that name"
+        yield Finding(subject, "problem", found, f"live devices: {', '.join(KINDS)}; else name its profile's file")
+    elif path is None and server.slowdown_of == "profile":
         found = f'{server.device}: no profile, and slowdown_of = "profile" keeps to one'
         yield Finding(subject, "problem", found, f"slim measure --model {config.model.path} --device {server.device}")
     elif path is None:

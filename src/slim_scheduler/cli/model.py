@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slim_scheduler.core.profile import Profile
     from slim_scheduler.model.fit import FitProgress
     from slim_scheduler.model.training_state import EpochRecord
+    from slim_scheduler.setup.config import Config
 
 ModelFolder = Annotated[Path, typer.Option("--model", "-m", help="Folder of a checkpoint, as `slim fit` writes it.")]
 Data = Annotated[str, typer.Option("--data", "-d", help="digits, a cifar-100-binary folder, or class folders.")]
@@ -65,7 +66,7 @@ def fit(
     size: Annotated[
         str | None, typer.Option("--size", help="Size of class folders' images, 32 or 24x32; theirs if left out.")
     ] = None,
-    device: Device = "cpu",
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda:N.")] = "cpu",
     epochs: Annotated[int | None, typer.Option("--epochs", help="Instead of the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="End on time instead of after epochs.")] = None,
     start: Annotated[
@@ -177,10 +178,12 @@ def measure(
     """A device's profile: latency, memory and power."""
     from slim_scheduler.engine.measure import measure as take
     from slim_scheduler.run.runs import make_folder
+    from slim_scheduler.setup.config import load_config
     from slim_scheduler.setup.profiles import profile_name, write_profile
 
     if out is not None:
         make_folder(out.parent)
+    settings = load_config(served, (f"model.path={model}",)) if served is not None else None
     with progress(f"measuring {device}") as show:
         profile = take(
             model,
@@ -193,8 +196,8 @@ def measure(
         )
     path = out or Path("profiles") / profile_name(device, precision, profile.model)
     write_profile(profile, path)
-    if served is not None:
-        profile = _served(served, model, path, profile)
+    if settings is not None:
+        profile = _served(settings, path, profile)
         write_profile(profile, path)
     if as_json:
         print(path.read_text())
@@ -214,13 +217,11 @@ def measure(
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
 
 
-def _served(config: Path, model: Path, path: Path, profile: "Profile") -> "Profile":
+def _served(settings: "Config", path: Path, profile: "Profile") -> "Profile":
     from msgspec.structs import replace
 
     from slim_scheduler.engine.served import as_served
-    from slim_scheduler.setup.config import load_config
 
-    settings = load_config(config, (f"model.path={model}",))
     servers = tuple(replace(server, profile=str(path)) for server in settings.servers)
     with progress("measuring while it serves") as show:
         return as_served(replace(settings, servers=servers), profile, show)

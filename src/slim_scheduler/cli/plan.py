@@ -47,7 +47,7 @@ def plan(
     from slim_scheduler.cli.family import found_for
     from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.core.router.plan.plans import RHO
-    from slim_scheduler.run.sizing import size, trace_load
+    from slim_scheduler.run.sizing import check_accuracy, size, trace_load
     from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
     from slim_scheduler.setup.config import load_config, with_overrides
     from slim_scheduler.setup.machines import load_profiles, load_shape
@@ -57,6 +57,7 @@ def plan(
         raise ConfigError("give a model folder, or --config FILE with the servers that there are")
     if config is not None and precision is not None:
         raise ConfigError("--precision is for a model folder; with --config, set the servers' precision in the file")
+    check_accuracy(accuracy)
     load = trace_load(read_trace(trace), slo / 1e3, items)
     settings: Config
     if config is not None:

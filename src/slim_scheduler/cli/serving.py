@@ -2,13 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slim_scheduler.cli.family import Labels, Means, Stds, found_here, wishes_of
 from slim_scheduler.cli.options import examples
 from slim_scheduler.cli.terminal import print_json
+
+if TYPE_CHECKING:
+    from slim_scheduler.client.load import LoadResult
 
 HTTP_PORT = 8000
 GRPC_PORT = 8001
@@ -90,7 +93,9 @@ def serve(
 
     if layout not in ("NCHW", "NHWC"):
         raise ConfigError(f"layout {layout} is not known; give NCHW or NHWC")
-    if bool(models) == (config is not None):
+    if models and config is not None:
+        raise ConfigError("a model and --config are both given; a configuration names its model: give one of the two")
+    if not models and config is None:
         raise ConfigError("give --config FILE, or a model folder, or two or more .onnx or .pt2 files")
     chosen = [*(overrides or ()), *([f"router.name={router}"] if router else ())]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -145,12 +150,21 @@ def load(
     import msgspec
 
     from slim_scheduler.client.client import Constraints
+    from slim_scheduler.client.load import check_load
     from slim_scheduler.client.load import load as run
+    from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.serve.access import token_from_environment
 
     constraints = Constraints(
         deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, confidence_floor=confidence_floor, width=width
     )
+    check_load(rate, concurrency, duration, items)
+    if out is not None:
+        if out.is_dir():
+            raise ConfigError(f"{out} is a folder; --out is the file for the result")
+        from slim_scheduler.run.runs import make_folder
+
+        make_folder(out.parent)
     print(f"load on {url} for {warmup + duration:g} s ...", file=sys.stderr, flush=True)
     result = run(
         url,
@@ -170,16 +184,25 @@ def load(
     if out is not None:
         from slim_scheduler.run.runs import write_json
 
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, document)
     if as_json:
         print_json(document)
+        _fail_unless_answered(result)
         return
     latency = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in result.latency_s.items() if name != "sd")
     print(f"{result.sent} requests in {result.duration_s:.1f} s: {result.answered} answered, {result.refused} refused, "
           f"{result.errors} errors")  # fmt: skip
     print(f"throughput {result.throughput_items_s:.1f} items/s, goodput {result.goodput_items_s:.1f} items/s")
     print(f"latency (ms): {latency or 'none answered'}")
+    for status, reason in result.reasons.items():
+        print(f"first {status}: {reason}")
     if not result.valid:
         lag = result.generator_lag_s["p99"] * 1e3
         print(f"not valid: the generator itself was {lag:.1f} ms late (p99); use a lower rate or another machine")
+    _fail_unless_answered(result)
+
+
+def _fail_unless_answered(result: "LoadResult") -> None:
+    """A script must not take a load of which nothing was answered for a success."""
+    if result.sent and not result.answered:
+        raise typer.Exit(1)

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from slim_scheduler.client.client import Constraints
-from slim_scheduler.client.senders import Status, payloads
+from slim_scheduler.client.senders import LONGEST_REASON, Status, payloads
 from slim_scheduler.core.errors import InputError
 
 
@@ -22,6 +22,7 @@ class GrpcSender:
         self._infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
         self._requests = requests
         self._metadata = metadata
+        self.reasons: dict[Status, str] = {}
 
     @classmethod
     async def open(
@@ -45,7 +46,10 @@ class GrpcSender:
             card = await stub.ModelMetadata(pb.ModelMetadataRequest(name=model), metadata=metadata)
         except grpc.aio.AioRpcError as error:
             await channel.close()
-            raise InputError(f"{url} does not serve: {error.details()}; is `slim serve --grpc-port` there?") from None
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                said = f"{url} does not answer: {error.details()}; is `slim serve --grpc-port` there?"
+                raise InputError(said) from None
+            raise InputError(f"{url} refuses: {error.details()}") from None
         requests = []
         for images in payloads(list(card.inputs[0].shape)[1:], items, datatype, rng):
             request = pb.ModelInferRequest(model_name=model)
@@ -67,7 +71,9 @@ class GrpcSender:
         try:
             await self._infer(self._requests[number % len(self._requests)], metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            return str(error.code().name)
+            status = str(error.code().name)
+            self.reasons.setdefault(status, str(error.details())[:LONGEST_REASON])
+            return status
         return "OK"
 
     async def close(self) -> None:

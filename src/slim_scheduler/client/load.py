@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from slim_scheduler.client.client import Constraints
+from slim_scheduler.client.client import Constraints, RefusedError
 from slim_scheduler.client.senders import LOST, HttpSender, Status
 from slim_scheduler.client.wire import ConnectionLostError
 from slim_scheduler.core.errors import InputError
@@ -31,8 +31,9 @@ SPARE_FILES = 64  # that a process has open beside its connections
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one load run saw. Times in seconds; latency counts from the intended arrival in open loop.
 
-    `goodput_items_s` counts items answered within `deadline_ms` (all answered ones without a deadline). `valid` is
-    false when the generator itself was too late to be believed.
+    `goodput_items_s` counts items answered within `deadline_ms` (all answered ones without a deadline). `reasons` has
+    the text of the first answer of every status other than success. `valid` is false when the generator itself was too
+    late to be believed.
     """
 
     url: str
@@ -45,6 +46,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     errors: int
     statuses: dict[str, int]
+    reasons: dict[str, str]
     throughput_items_s: float
     goodput_items_s: float
     latency_s: dict[str, float]
@@ -62,6 +64,15 @@ class Tally:
 
     def add(self, intended: float, status: Status) -> None:
         self.ended.append((intended, time.perf_counter() - intended, status))
+
+
+def check_load(rate: float | None, concurrency: int | None, duration: float, items: int = 1) -> None:
+    """Raises InputError."""
+    if (rate is None) == (concurrency is None):
+        raise InputError("give either --rate (open loop) or --concurrency (closed loop)")
+    for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
 
 
 Send = Callable[[int], Awaitable[Status]]
@@ -88,11 +99,7 @@ def load(
     `url` is http://HOST:PORT or grpc://HOST:PORT. The first `warmup` seconds are not counted. In open loop, as many
     `connections` are opened as requests are under way: who has fewer bounds what the server can be offered.
     """
-    if (rate is None) == (concurrency is None):
-        raise InputError("give either --rate (open loop) or --concurrency (closed loop)")
-    for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
+    check_load(rate, concurrency, duration, items)
     if transport is None:
         transport = "grpc" if url.startswith("grpc://") else "http"
     run = _run(url, rate, concurrency, duration, transport, model, items, datatype, constraints, token, connections,
@@ -102,6 +109,8 @@ def load(
             return runner.run(run)
         except (OSError, ConnectionLostError) as error:
             raise InputError(f"{url} does not answer: {error}; is `slim serve` running there?") from None
+        except RefusedError as error:
+            raise InputError(f"{url} refuses: {error}") from None
 
 
 async def _run(
@@ -137,7 +146,8 @@ async def _run(
             start = await closed_loop(sender.send, concurrency, warmup + duration, tally)
     finally:
         await sender.close()
-    return result_of(url, rate, concurrency, items, duration, start + warmup, constraints.deadline_ms, tally)
+    since, deadline_ms = start + warmup, constraints.deadline_ms
+    return result_of(url, rate, concurrency, items, duration, since, deadline_ms, tally, sender.reasons)
 
 
 async def open_loop(send: Send, rate: float, duration: float, rng: np.random.Generator, tally: Tally) -> float:
@@ -205,8 +215,9 @@ def result_of(
     since: float,
     deadline_ms: float | None,
     tally: Tally,
+    reasons: dict[Status, str] | None = None,
 ) -> LoadResult:
-    """What a tally says of the requests meant for `since` or later."""
+    """What a tally says of the requests meant for `since` or later. `reasons`: a text for statuses."""
     counted = [row for row in tally.ended if row[0] >= since]
     answered = [latency for _, latency, status in counted if status in (200, "OK")]
     refused = [latency for _, latency, status in counted if status in (503, "UNAVAILABLE")]
@@ -229,6 +240,7 @@ def result_of(
         refused=len(refused),
         errors=len(counted) - len(answered) - len(refused),
         statuses=statuses,
+        reasons={str(status): text for status, text in (reasons or {}).items() if str(status) in statuses},
         throughput_items_s=len(answered) * items / seconds,
         goodput_items_s=in_time * items / seconds,
         latency_s=_spread(answered),

@@ -10,6 +10,8 @@ from slim_scheduler.client.client import AsyncSlimClient, Constraints, infer_bod
 from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
 
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
+OK = 200
+LONGEST_REASON = 500  # bytes of an answer
 LOST = "lost"  # no connection, or one that ended before the answer
 
 
@@ -21,6 +23,7 @@ class HttpSender:
         self._port = port
         self._requests = requests
         self._free: list[HttpConnection] = []
+        self.reasons: dict[Status, str] = {}  # what the first answer of a status said, where it was no success
         self._room = asyncio.Semaphore(most)
 
     @classmethod
@@ -53,11 +56,13 @@ class HttpSender:
         async with self._room:
             try:
                 connection = self._kept() or await HttpConnection.open(self._host, self._port)
-                status, _, _ = await connection.send(self._requests[number % len(self._requests)])
+                status, _, body = await connection.send(self._requests[number % len(self._requests)])
             except (OSError, ConnectionLostError):
                 return LOST
             if connection.open_for_more:
                 self._free.append(connection)
+            if status != OK and status not in self.reasons:
+                self.reasons[status] = body[:LONGEST_REASON].decode(errors="replace")
             return status
 
     def _kept(self) -> HttpConnection | None:

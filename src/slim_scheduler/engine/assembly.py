@@ -11,7 +11,7 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import ServerName
 from slim_scheduler.engine.devices.base import Device
-from slim_scheduler.engine.devices.registry import open_device
+from slim_scheduler.engine.devices.registry import check_kind, open_device
 from slim_scheduler.engine.executor import Executor, Job
 from slim_scheduler.engine.host import DISPATCHER
 from slim_scheduler.engine.local.server import LiveServer
@@ -32,6 +32,8 @@ def live_config(config: Config) -> Config:
     """
     if any(server.name == DISPATCHER for server in config.servers):
         raise ConfigError(f"a server is named {DISPATCHER}, which the record uses; choose another name")
+    for server in config.servers:
+        check_kind(server.device)
     if config.cluster.address:
         return msgspec.structs.replace(config, faults=())
     moves = len({server.device for server in config.servers}) > 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.batches import Batches
 from slim_scheduler.model.data import channel_statistics, held_out, load_data
@@ -89,6 +89,7 @@ def fit(
     restart, Loshchilov and Hutter 2017). `teacher` is a folder with a stronger network (`model.teacher`), whose
     answers to the same augmented images are learnt from as the recipe's `teacher_*` say. Raises InputError and below.
     """
+    check_device(device)
     images = load_data(data, preset.architecture.item_shape if isinstance(preset, Preset) else None, size)
     if not isinstance(preset, Preset):
         preset = preset_for(images, preset, channels, segments, blocks)
@@ -101,6 +102,16 @@ def fit(
     run = _Run(preset, images, Path(out), seed, torch.device(device), minutes, workers, start, teacher)
     run.train(save_every, progress or (lambda _: None))
     return run.finish()
+
+
+def check_device(device: str) -> None:
+    """Raises InputError for one that is not there, or that cannot train."""
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        raise InputError(f"device {device} cannot train; give cpu or cuda:N")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= available:
+        raise InputError(f"device {device} is not there: torch {torch.__version__} sees {available} GPUs; use cpu")
 
 
 class _Run:
@@ -191,7 +202,10 @@ class _Run:
         }
 
     def train(self, save_every: float, report: Callable[[FitProgress], None]) -> None:
-        self.state = read_state(self.state_path, self.state.identity, self._tensors()) or self.state
+        begun = read_state(self.state_path, self.state.identity, self._tensors())
+        if begun is None and (self.out / checkpoint.MANIFEST).exists():
+            raise CheckpointError(f"{self.out} holds a finished network; choose another --out, or remove it")
+        self.state = begun or self.state
         started = time.monotonic() - self.state.seconds
         saved = time.monotonic()
         losses: list[float] = []

@@ -65,7 +65,8 @@ def over_time(groups: Groups) -> Figure:
         width.set_ylim(0, 1.05)
         p99.set_ylabel("p99, ms")
         p99.set_yscale("log")
-        p99.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+        for set_formatter in (p99.yaxis.set_major_formatter, p99.yaxis.set_minor_formatter):
+            set_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
         accuracy.set_ylabel("accuracy, %")
         accuracy.set_xlabel("time of arrival, s")
         figure.legend(*p99.get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -247,6 +248,7 @@ def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0, b
             axes.set_xscale("log")
             _plain_log(axes)
         axes.margins(0.1, 0.15)
+        axes.set_ylim(top=min(100.0, axes.get_ylim()[1]))
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.0)
         axes.set_xlabel(label)
         axes.set_ylabel("accuracy, %")

@@ -154,8 +154,12 @@ def make_folder(out: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON under its name only when it is complete."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _without_none(tree: Any) -> Any:

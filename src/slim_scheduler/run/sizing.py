@@ -177,6 +177,12 @@ class _Sizes:
         return sum(self._facts.servers[name].profile.power(0.0) for name in names)
 
 
+def check_accuracy(accuracy: float) -> None:
+    """Raises ConfigError."""
+    if not 0 <= accuracy <= 1:
+        raise ConfigError(f"accuracy is {accuracy:g}; it must be from 0 to 1, such as 0.72 for 72 %")
+
+
 def size(
     config: Config,
     shape: ModelShape,
@@ -193,8 +199,7 @@ def size(
     Servers are left out one by one, each time the one without which the rest takes the least power, for as long as the
     rest is enough: none of those that remain can be left out. Raises ConfigError for an accuracy outside 0 to 1.
     """
-    if not 0 <= accuracy <= 1:
-        raise ConfigError(f"accuracy is {accuracy:g}; it must be from 0 to 1, such as 0.72 for 72 %")
+    check_accuracy(accuracy)
     sizes = _Sizes(router_facts(config, shape, profiles), table, load, accuracy, rho)
     names = [server.name for server in config.servers]
     everything = sizes.of(names)

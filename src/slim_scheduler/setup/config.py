@@ -6,13 +6,15 @@ seconds and bytes. An unknown key is an error that names the nearest valid one.
 """
 
 import difflib
+import math
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -403,9 +405,23 @@ def config_from(tree: dict[str, Any]) -> Config:
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
+        raise ConfigError(_plainly(str(error))) from None
     _check(config)
     return config
+
+
+def _plainly(error: str) -> str:
+    """What msgspec says of a value of the wrong kind, with the key's name as `--set` has it and what it may be."""
+    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", error)
+    if found is None:
+        return f"configuration: {error}"
+    where = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", found[2])
+    section, *rest = [part for part in where.split(".") if part and not part.isdecimal()]
+    kind = next((kind for name, kind, _ in sections() if name == section), None)
+    if kind is not None and rest and rest[0] in get_type_hints(kind):
+        bounds = dict(documented(kind))[rest[0]].extra["bounds"]
+        return f"{where} must be {values_of(get_type_hints(kind)[rest[0]], bounds)}: {found[1]}".replace("`", "")
+    return f"{where}: {found[1]}"
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
@@ -488,6 +504,8 @@ def _check(config: Config) -> None:
 def _check_bounds(part: msgspec.Struct, where: str) -> None:
     for name, meta in documented(type(part)):
         value, bounds = getattr(part, name), meta.extra["bounds"]
+        if isinstance(value, float) and not bounds and not math.isfinite(value):
+            raise ConfigError(f"{where}.{name} is {value:g}; it must be finite")
         if value is None or isinstance(value, str) or not bounds:
             continue
         at = f"{where}.{name} is {value:g}; it must be "
@@ -505,6 +523,43 @@ def documented(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
     """(name, what `key` said of it) of every field of a section."""
     hints = get_type_hints(kind, include_extras=True)
     return [(field.name, hints[field.name].__metadata__[0]) for field in msgspec.structs.fields(kind)]
+
+
+def sections() -> Iterator[tuple[str, type[msgspec.Struct], bool]]:
+    """(name, kind, whether there may be several) of every section of the file."""
+    for field in msgspec.structs.fields(Config):
+        several = get_origin(field.type) is tuple
+        yield field.name, get_args(field.type)[0] if several else field.type, several
+
+
+def values_of(hint: Any, bounds: dict[str, float]) -> str:
+    """What a field may be, for people."""
+    kinds = [kind for kind in _options(hint) if kind is not NoneType]
+    said = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            said += [f'`"{value}"`' for value in get_args(kind)]
+        else:
+            said.append(_kind(kind))
+    text = ", ".join(said)
+    if "most" in bounds:
+        text += f", {bounds['least']:g} to {bounds['most']:g}"
+    elif "least" in bounds:
+        text += f", {bounds['least']:g} or more"
+    elif "above" in bounds:
+        text += f", above {bounds['above']:g}"
+    return text
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _kind(kind: Any, many: bool = False) -> str:
+    names = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    if get_origin(kind) is tuple:
+        return ("lists of " if many else "list of ") + _kind(get_args(kind)[0], many=True)
+    return names.get(kind, "table") + ("s" if many else "")
 
 
 def _positive(key: str, value: float) -> None:

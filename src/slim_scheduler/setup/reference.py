@@ -7,12 +7,11 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
-from slim_scheduler.setup.config import Config, documented
+from slim_scheduler.setup.config import documented, sections, values_of
 
 PAGE = Path("docs/configuration.md")
 TIERS = {
@@ -47,13 +46,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def sections() -> Iterator[tuple[str, type[msgspec.Struct], bool]]:
-    """(name, kind, whether there may be several) of every section of the file."""
-    for field in msgspec.structs.fields(Config):
-        several = get_origin(field.type) is tuple
-        yield field.name, get_args(field.type)[0] if several else field.type, several
-
-
 def _rows(kind: type[msgspec.Struct], tier: str) -> Iterator[str]:
     hints = get_type_hints(kind)
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
@@ -62,7 +54,7 @@ def _rows(kind: type[msgspec.Struct], tier: str) -> Iterator[str]:
         if meta.extra["tier"] != tier:
             continue
         default = " = none" if name in empty else _default(defaults[name])
-        line = f"- **`{name}`**{default} ({_values(hints[name], meta.extra['bounds'])}): {meta.description}"
+        line = f"- **`{name}`**{default} ({values_of(hints[name], meta.extra['bounds'])}): {meta.description}"
         yield textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -75,35 +67,6 @@ def _default(value: Any) -> str:
         return f" = `[{', '.join(f'{v:g}' for v in value)}]`"
     shown = f"{value:g}" if isinstance(value, float) else json.dumps(value)
     return f" = `{shown}`"
-
-
-def _values(hint: Any, bounds: dict[str, float]) -> str:
-    kinds = [kind for kind in _options(hint) if kind is not NoneType]
-    said = []
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            said += [f'`"{value}"`' for value in get_args(kind)]
-        else:
-            said.append(_kind(kind))
-    text = ", ".join(said)
-    if "most" in bounds:
-        text += f", {bounds['least']:g} to {bounds['most']:g}"
-    elif "least" in bounds:
-        text += f", {bounds['least']:g} or more"
-    elif "above" in bounds:
-        text += f", above {bounds['above']:g}"
-    return text
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _kind(kind: Any, many: bool = False) -> str:
-    names = {int: "integer", float: "number", str: "text", bool: "true or false"}
-    if get_origin(kind) is tuple:
-        return ("lists of " if many else "list of ") + _kind(get_args(kind)[0], many=True)
-    return names.get(kind, "table") + ("s" if many else "")
 
 
 if __name__ == "__main__":

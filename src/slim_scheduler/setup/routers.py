@@ -99,7 +99,11 @@ def parse_router(text: str) -> RouterName:
     if found is not None:
         kind = f"{found['kind']}@" if found["mark"] == "@" else found["kind"]
         if kind in ROUTERS:
-            return RouterName(text, kind, ROUTERS[kind].parse(found["argument"] or ""))
+            row = ROUTERS[kind]
+            if not found["argument"] and row.parse in (_widths, _path):
+                such_as = f", such as {kind}:0.5" if row.parse is _widths else ""
+                raise ConfigError(f"router {text} is incomplete: {row.usage[0]}{such_as}")
+            return RouterName(text, kind, row.parse(found["argument"] or ""))
     if not is_class_name(text, ENTRY_POINTS):
         raise ConfigError(f"router {text!r} is unknown; available: {usages()}")
     return RouterName(text, None)
@@ -225,7 +229,9 @@ def _rule(name: RouterName, inputs: RouterInputs) -> WidthRule:
 
 def _facts(name: RouterName, inputs: RouterInputs) -> RouterFacts:
     if inputs.facts is None:
-        raise ConfigError(f"router {name.text} needs every server's profile; measure them with `slim measure`")
+        raise ConfigError(
+            f"router {name.text} needs every server's profile; `slim doctor --config FILE` says which is missing"
+        )
     return inputs.facts
 
 

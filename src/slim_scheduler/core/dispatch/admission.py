@@ -65,6 +65,8 @@ class Admission:
 
     def _late_offer(self, slack: Seconds, held_up: int, in_flight: int, now: Seconds) -> tuple[str, Seconds] | None:
         wait = self.offers.wait(now)
+        if slack <= 0:
+            return "the deadline passed before the request could be taken; allow more time", wait
         if wait > DEADLINE_SHARE * slack:
             return f"an answer takes {wait * 1e3:.0f} ms at this load and the deadline is in {slack * 1e3:.4g} ms", wait
         if not held_up and not self.offers.items:

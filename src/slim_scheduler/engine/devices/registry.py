@@ -10,6 +10,8 @@ from slim_scheduler.model.precision import in_precision
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.machines import device_shape
 
+KINDS = ("cpu", "cuda", "openvino", "onnxruntime")
+
 
 def open_device(
     device: str,
@@ -32,7 +34,17 @@ def open_device(
         from slim_scheduler.engine.devices.cuda import open_cuda
 
         return open_cuda(device, model, shape, max_batch, memory_limit)
-    raise ConfigError(
+    raise not_live(device)
+
+
+def check_kind(device: str) -> None:
+    """Raises ConfigError for a device of no kind that computes; whether it is there, opening it says."""
+    if device.partition(":")[0] not in KINDS:
+        raise not_live(device)
+
+
+def not_live(device: str) -> ConfigError:
+    return ConfigError(
         f"device {device} cannot run live; live devices are cpu, cuda:N, openvino:CPU and onnxruntime:CPU, "
         "onnxruntime:CUDA, onnxruntime:TensorRT (a profile is for simulation)"
     )

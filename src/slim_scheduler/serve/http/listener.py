@@ -123,4 +123,5 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        other = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {other}") from None
