@@ -1,6 +1,6 @@
 """Timelines of items: what is kept for attempts that never run."""
 
-from slim_scheduler.core.messages import BatchReported, RequestCancelled, RouteNow, TasksReturned
+from slim_scheduler.core.messages import RequestCancelled, RouteNow, TasksReturned
 from slim_scheduler.engine.host import NoRecorder
 from slim_scheduler.engine.timeline import Timelines
 from tests.core.networks import dispatcher, done, request, sent
@@ -49,4 +49,3 @@ def test_a_late_report_of_an_attempt_that_was_given_up_is_no_visit():
     assert second.segment == 1
     (visit,) = made.timelines.take(items)
     assert (visit.segment, visit.item) == (0, items[0])
-    assert isinstance(done(block, 0.2), BatchReported)
