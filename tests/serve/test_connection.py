@@ -379,6 +379,13 @@ def test_who_waits_for_continue_is_told_so_in_turn():
     assert wire.statuses() == [200, 100, 200]
 
 
+def test_continue_comes_after_the_answer_that_was_still_to_be_written():
+    wire = Wire()
+    wire.send(request(b"1") + request(b"", size=3, fields=b"Expect: 100-continue\r\n"))
+    wire.send(b"abc")
+    assert wire.statuses() == [200, 100, 200]
+
+
 def test_a_refusal_comes_instead_of_continue():
     wire = Wire()
     wire.send(request(b"", size=1 << 30, fields=b"Expect: 100-continue\r\n"))

@@ -46,10 +46,12 @@ def test_binary_tensor_is_a_view_of_the_body(card, images):
     assert not items.flags.owndata
 
 
+@pytest.mark.parametrize("indent", [None, 2, 8])
 @pytest.mark.parametrize("nested", [True, False])
-def test_json_data_may_be_flat_or_nested(card, images, nested):
+def test_json_data_may_be_flat_or_nested(card, images, nested, indent):
     data = images.tolist() if nested else images.ravel().tolist()
-    call = decoded(card, as_json(images, data, id="x"))
+    body = json.dumps(json.loads(as_json(images, data, id="x")), indent=indent).encode()
+    call = decoded(card, body)
     assert np.array_equal(call.items, images)
     assert call.request_id == "x"
     assert call.outputs == (OutputForm(),)
@@ -130,6 +132,7 @@ def test_how_sure_an_answer_must_be_is_read(card, images):
         ({"widths": "0.5,0.5,0_0.5,0.5"}, "a number"),
         ({"deadline_ms": -1}, "deadline_ms is -1"),
         ({"deadline_ms": 0}, "above 0"),
+        ({"deadline_ms": 1e9}, "deadline_ms is 1000000000; it must be above 0 and at most 86400000"),
         ({"deadline_ms": True}, "a number"),
         ({"deadline_ms": "soon"}, "a number"),
         ({"deadline_ms": 10**400}, "a number"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import socket
 import time
 import zlib
@@ -48,6 +49,17 @@ def test_head_has_the_length_of_get_and_no_body(server, path):
     assert without["content-type"] == fields["content-type"]
     if path != "/metrics":  # which changes
         assert int(without["content-length"]) == int(fields["content-length"]) > 0
+
+
+def test_head_of_the_live_stream_is_its_head_and_the_next_request_is_answered(server):
+    asked = b"%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answers = exchange(server.http, asked % b"HEAD /live/events" + asked % b"GET /v2/health/live")
+    assert re.findall(rb"HTTP/1.1 (\d+)|content-type: ([^\r;]+)", answers) == [
+        (b"200", b""),
+        (b"", b"text/event-stream"),
+        (b"200", b""),
+        (b"", b"application/json"),
+    ]
 
 
 def test_a_health_probe_in_http_1_0_needs_no_host(server):

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import gzip
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from slim_scheduler.core.dispatch.admission import DEADLINE_SHARE
 from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.engine import SlimEngine, Ticket
 from slim_scheduler.serve.decode import InferenceCall
-from slim_scheduler.serve.http.front import INFER, HttpFront
+from slim_scheduler.serve.http import front as fronts
+from slim_scheduler.serve.http.front import INFER, INFLATED_AT_ONCE, HttpFront
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.parameters import Asked
@@ -40,12 +42,22 @@ class Client:
     def when_lost(self, tell: Callable[[], None]) -> None:
         pass
 
+    def serve(self, answering: Coroutine[Any, Any, None]) -> None:
+        self.answering = asyncio.create_task(answering)
 
-def ask(front: HttpFront, images: np.ndarray, constraints: Constraints) -> "asyncio.Future[int]":
+    def hold(self, request: HttpRequest, body: bytes) -> None:
+        request.body = body
+
+
+def ask(
+    front: HttpFront, images: np.ndarray, constraints: Constraints, compressed: bool = False
+) -> "asyncio.Future[int]":
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
     path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % length}
+    if compressed:
+        body, headers[b"content-encoding"] = gzip.compress(body, 1), b"gzip"
     front.take(
         client,
         HttpRequest("POST", path=path, infer=INFER.fullmatch(path), headers=headers, body=body, read=time.monotonic()),
@@ -71,6 +83,27 @@ async def serving(slowdown: float, waiting: int = 5000) -> AsyncIterator[Service
 async def service() -> AsyncIterator[Service]:
     async with serving(1.0) as made:
         yield made
+
+
+async def test_few_bodies_are_inflated_at_once_whatever_comes(service, images, monkeypatch):
+    nothing: Any = None
+    front = HttpFront(service, nothing, Limits(), nothing)
+    inflate, now, most = fronts.inflate, 0, 0
+
+    async def counted(*arguments: Any) -> bytes:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        try:
+            return await inflate(*arguments)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(fronts, "inflate", counted)
+    many = np.concatenate([images[:1]] * 1500)  # more than is inflated at once on the loop
+    asked = [ask(front, many, Constraints(), compressed=True) for _ in range(5 * INFLATED_AT_ONCE)]
+    assert set(await asyncio.gather(*asked)) <= {200, 503}
+    assert (now, most) == (0, INFLATED_AT_ONCE)
 
 
 async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(service, images):

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -99,6 +101,19 @@ def test_a_second_signal_ends_the_delay(tmp_path):
         while call(server.http, "GET", "/v2/health/ready")[0] != 503:
             time.sleep(0.01)
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_server_that_is_still_starting_ends_at_once(number, code):
+    words = ("tests.serve.slow_start", "serve", "-c", "examples/demo/cluster.toml", "--port", "0", "--grpc-port", "-1")
+    with subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stderr is not None
+            assert "starting\n" in process.stderr
+            process.send_signal(number)
+            assert process.wait(20) == code
+        finally:
+            process.kill()
 
 
 def test_the_grace_time_is_a_limit(tmp_path, images):

@@ -11,6 +11,9 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.serve.access import Access
+from slim_scheduler.serve.http.listener import tls_context
 from tests.serve.conftest import serving
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
@@ -40,6 +43,14 @@ def certificates(tmp_path_factory):
     signed(folder, "client", by="ca")
     signed(folder, "stranger", by="other")
     return folder
+
+
+def test_a_client_authority_that_is_missing_is_named(certificates):
+    access = Access(
+        certificate=str(certificates / "server.pem"), key=str(certificates / "server.key"), client_ca="absent.pem"
+    )
+    with pytest.raises(ConfigError, match=r"absent\.pem: .*check --tls-client-ca"):
+        tls_context(access)
 
 
 def test_only_clients_with_a_certificate_of_ours_are_served(certificates, tmp_path, images):

@@ -197,6 +197,11 @@ class SlimEngine:
         self._intake.after(None)
         await self._host.stop()
 
+    def hurry(self, grace_s: Seconds) -> None:
+        """Ends the waiting of a `stop` that is under way after at most `grace_s`."""
+        if self._loop is not None and self._emptied is not None:
+            self._loop.call_later(grace_s, self._emptied.cancel)
+
     async def add_server(self, server: ServerConfig) -> None:
         """Takes one more server into service, while traffic runs. Raises ConfigError."""
         await self.fleet.add(server)

@@ -5,6 +5,7 @@ anything is allocated for it; what does not fit is a `Refusal`. The gRPC front s
 """
 
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ LONGEST_ID = 1024
 LARGEST_INPUT = 1e6  # normalised pixels are within about 10; raw 16-bit ones are still taken
 NO_DATA = msgspec.Raw()
 LONGEST_REMEMBERED = 512
+_NOT_OPENING = re.compile(rb"[^\[ \t\r\n]")
 
 
 class InputTensor(msgspec.Struct):
@@ -326,8 +328,8 @@ def _json_data(tensor: InputTensor, elements: int) -> bytes:
 
 
 def _image_from_json(header: InferHeader, text: bytes, card: ModelCard) -> np.ndarray[Any, Any]:
-    start = text[:64].translate(None, b" \t\r\n")
-    depth = len(start) - len(start.lstrip(b"["))
+    first = _NOT_OPENING.search(text)
+    depth = text.count(b"[", 0, first.start() if first else len(text))
     if depth not in (1, len(header.shape)):
         raise invalid(f"input {INPUT} is nested {depth} deep; send it flat, or nested as shape {header.shape}")
     try:

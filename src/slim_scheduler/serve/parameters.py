@@ -106,10 +106,13 @@ def refuse_unknown(parameters: Mapping[str, Parameter], known: Sequence[str], wh
 def _deadline(parameters: Mapping[str, Parameter]) -> Seconds | None:
     """The nearer of `deadline_ms` and Triton's `timeout` in microseconds (0: none)."""
     found = []
-    deadline_ms = _number(parameters, "deadline_ms", -float("inf"), LONGEST_DEADLINE_S * 1e3)
-    if deadline_ms is not None:
-        if deadline_ms <= 0.0:
-            raise invalid(f"deadline_ms is {deadline_ms:g}; it must be above 0, or left out for no deadline")
+    if (value := parameters.get("deadline_ms")) is not None:
+        deadline_ms = _finite("deadline_ms", value)
+        if not 0.0 < deadline_ms <= LONGEST_DEADLINE_S * 1e3:
+            raise invalid(
+                f"deadline_ms is {deadline_ms:.10g}; it must be above 0 and at most {LONGEST_DEADLINE_S * 1e3:.10g}, "
+                "or left out for no deadline"
+            )
         found.append(deadline_ms * 1e-3)
     timeout_us = _whole(parameters, "timeout", int(LONGEST_DEADLINE_S * 1e6))
     if timeout_us:

@@ -8,9 +8,9 @@ what the folder holds and never become a path of their own.
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -110,7 +110,7 @@ class Repository:
         self._layout: Layout = layout
         self._max_items = max_items
         self._changing = asyncio.Lock()
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._stopping: dict[asyncio.Task[None], SlimEngine] = {}  # what ends an engine, whoever waits for it
         self._closed = False
 
     def check_first(self) -> None:
@@ -187,14 +187,24 @@ class Repository:
             served = self.served.pop(name, None)
         if served is None:
             raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} is not loaded; loaded: {', '.join(self.served)}")
-        await served.engine.stop(grace_s)
+        await asyncio.shield(self._end(served.engine, served.engine.stop(grace_s)))
 
     async def close(self, grace_s: float) -> None:
-        """Stops every engine within the grace time."""
-        async with self._changing:
-            served, self.served = self.served, {}
-            self._closed = True
-        await asyncio.gather(*(one.engine.stop(grace_s) for one in served.values()), *self._stopping)
+        """Stops every engine within the grace time, also those that are being stopped with more. A model that is still
+        being loaded then is not waited for."""
+        self._closed = True
+        served, self.served = self.served, {}
+        for one in served.values():
+            self._end(one.engine, one.engine.stop(grace_s))
+        for engine in self._stopping.values():
+            engine.hurry(grace_s)
+        await asyncio.gather(*self._stopping)
+
+    def _end(self, engine: "SlimEngine", ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(ending)
+        self._stopping[task] = engine
+        task.add_done_callback(self._stopping.pop)
+        return task
 
     async def _change(self, name: str, change: Callable[[Served | None], Config], grace_s: float) -> None:
         """`change` says what to serve instead of what is served when its turn has come. Raises Refusal."""
@@ -214,15 +224,16 @@ class Repository:
                 kept = "was not changed" if served else f"cannot be served with router {config.router.name}"
                 log.warning("model %s %s: %s", name, kept, error)
                 raise invalid(f"{name} {kept}: {quote(error, 300)}") from error
+            if self._closed:
+                await engine.stop(0.0)
+                raise Refusal(Kind.UNAVAILABLE, "the server is stopping", 1.0)
             self.reasons.pop(name, None)
             log.info("model %s now serves with router %s", name, config.router.name)
             if served is None:
                 self.served[name] = Served(card, config, engine, observer)
                 return
             old = served.point_to(engine, config, card)
-            task = asyncio.create_task(served.retire(old, grace_s))
-            self._stopping.add(task)
-            task.add_done_callback(self._stopping.discard)
+            self._end(old, served.retire(old, grace_s))
 
     def _there(self) -> str:
         return ", ".join(self.names()) or "none"

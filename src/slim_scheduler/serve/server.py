@@ -174,8 +174,6 @@ def serve(
                 hurry.set()
             stop.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signalled, number)
         async with running(
             loaded,
             access,
@@ -187,6 +185,8 @@ def serve(
             grace_s=grace_s,
             hurry=hurry,
         ) as bound:
+            for number in (signal.SIGTERM, signal.SIGINT):  # before, they end the process at once
+                loop.add_signal_handler(number, signalled, number)
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             announce(f"live page: {_page(access, bound.http)}")
             await stop.wait()

@@ -5,7 +5,7 @@ It places the actors, lets servers join and leave while traffic runs, and cleans
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -119,18 +119,28 @@ class ClusterFleet:
         return self._host.dispatcher.servers[name].outstanding > 0 or self.items.is_needed_at(name)
 
     async def _place(self, *configured: ServerConfig) -> None:
+        servers = [self._remote(server) for server in configured]
         try:
-            await asyncio.wait_for(self._join(*[self._remote(server) for server in configured]), START_LIMIT)
+            await asyncio.wait_for(self._join(*servers), START_LIMIT)
         except TimeoutError:
-            asked = ", ".join(f"{server.name} {self._connection.needs(server)}" for server in configured)
+            asked = [
+                f"{knobs.name} {self._connection.needs(knobs)}"
+                for knobs, server in zip(configured, servers, strict=True)
+                if not server.placed
+            ]
+            if not asked:
+                raise ConfigError(
+                    f"every server has a place, but not all were warm within {START_LIMIT:g} s: {_names(configured)}; "
+                    "see what Ray's logs say of them, and how long their machines take to import torch"
+                ) from None
             raise ConfigError(
-                f"not every server was placed and warm within {START_LIMIT:g} s; they ask for {asked}, and the cluster "
-                f"has {self._connection.has()}; start Ray on more machines, or change servers.N.resources"
+                f"not every server was placed within {START_LIMIT:g} s; those without a place ask for "
+                f"{', '.join(asked)}, and the cluster has {self._connection.has()}; start Ray on more machines, or "
+                "change servers.N.resources"
             ) from None
         except RayTaskError as error:  # a device that is not there, a budget that it does not have
             cause = error.cause if isinstance(error.cause, Exception) else error
-            names = ", ".join(server.name for server in configured)
-            raise ConfigError(f"a server of {names}: {reason(cause)}") from None
+            raise ConfigError(f"a server of {_names(configured)}: {reason(cause)}") from None
 
     def _remote(self, knobs: ServerConfig) -> RemoteServer:
         parts = self._parts
@@ -151,7 +161,7 @@ class ClusterFleet:
         for server in servers:
             server.on_reply = self._replied
         try:
-            await asyncio.gather(*[server.start_session(self._peers) for server in servers])
+            await asyncio.gather(*[server.start_session(self._peers, None) for server in servers])
         except BaseException:
             for server in servers:
                 del self.servers[server.name]
@@ -208,6 +218,10 @@ class ClusterFleet:
         if isinstance(message, BatchReported):
             self.items.done(message.server, message.tasks)
         self._host.tell_dispatcher(message)
+
+
+def _names(servers: Iterable[ServerConfig]) -> str:
+    return ", ".join(server.name for server in servers)
 
 
 def _report(serving: "asyncio.Task[None]") -> None:

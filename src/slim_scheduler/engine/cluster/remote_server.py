@@ -65,8 +65,16 @@ class RemoteServer:
 
     # ---- sessions
 
-    async def start_session(self, peers: Callable[[], Mapping[ServerName, Any]]) -> None:
-        """Starts the next session. Waits until Ray has found a place for the actor. Raises RayError."""
+    @property
+    def placed(self) -> bool:
+        """Whether Ray has found a place for the first actor."""
+        return self.incarnation > 0
+
+    async def start_session(
+        self, peers: Callable[[], Mapping[ServerName, Any]], limit: Seconds | None = BEGIN_LIMIT
+    ) -> None:
+        """Starts the next session. Waits until Ray has found a place for the actor, then for `limit` until it is warm.
+        Raises RayError and TimeoutError."""
         self._offset.clear()
         for _ in range(CLOCK_EXCHANGES):
             sent = self._clock.now()
@@ -74,7 +82,7 @@ class RemoteServer:
             self._offset.add(sent, there, there, self._clock.now())
         self.incarnation += 1
         start = SessionStart(self.incarnation, self._offset.offset, self._log)
-        self.place = await asyncio.wait_for(self.actor.begin.remote(start, self._model, dict(peers())), BEGIN_LIMIT)
+        self.place = await asyncio.wait_for(self.actor.begin.remote(start, self._model, dict(peers())), limit)
         forgotten = partial(self._forgotten, self.name)
         self._channel = Channel(self.actor, self._clock, self._offset, forgotten, self._heard, self._hung_limit)
 

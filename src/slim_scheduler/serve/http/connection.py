@@ -471,6 +471,7 @@ class Connection(asyncio.Protocol):
             if request.waits_for_continue:
                 request.waits_for_continue = False
                 if not request.reserved:
+                    self._owner.outbox.write_now()  # the answer before goes first
                     self.transport.write(INTERIM)
             self._move(BODY)
 

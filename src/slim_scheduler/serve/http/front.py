@@ -32,6 +32,8 @@ INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 BINARY = (b"content-type", b"application/octet-stream")
 # Encoding takes about 1 ms for so many values: with more, it would hold up every other request.
 ENCODED_INLINE = 8192
+# Each takes up to twice `body_bytes` before the budget of all requests knows its size.
+INFLATED_AT_ONCE = 2
 
 
 class HttpFront:
@@ -45,6 +47,7 @@ class HttpFront:
         self._guard = guard
         self._limits = limits
         self._routes = routes
+        self._inflating = asyncio.Semaphore(INFLATED_AT_ONCE)
         self.responses: dict[int, int] = {}
 
     def check(self, request: HttpRequest, scheme: str) -> int:
@@ -93,8 +96,9 @@ class HttpFront:
     async def _inflate(self, connection: Connection, request: HttpRequest, served: Served, encoding: bytes) -> None:
         """The same for a body that is compressed."""
         try:
-            body = await inflate(request.body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
-            connection.hold(request, body)
+            async with self._inflating:
+                body = await inflate(request.body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
+                connection.hold(request, body)
             self._let_in(connection, request, served)
         except Refusal as refusal:
             self._answer(connection, request, refused(refusal))

@@ -108,13 +108,16 @@ def tls_context(access: Access) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(access.certificate, access.key)
-        if access.client_ca:
-            context.load_verify_locations(access.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"TLS cannot start with {access.certificate}: {error}; check --tls-cert and --tls-key"
         ) from None
+    if access.client_ca:
+        try:
+            context.load_verify_locations(access.client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"TLS cannot start with {access.client_ca}: {error}; check --tls-client-ca") from None
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 

@@ -106,7 +106,8 @@ def public_routes(service: Service, registry: CollectorRegistry, live: Live) -> 
     async def events(request: Request) -> Response:
         if live.viewers >= MOST_VIEWERS:
             raise Refusal(Kind.UNAVAILABLE, f"{MOST_VIEWERS} pages are open already", 5.0)
-        return StreamingResponse(live.events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        pieces = iter(()) if request.method == "HEAD" else live.events()
+        return StreamingResponse(pieces, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def bound(request: Request) -> Response:
         return _json(await live.bound(request.path_params["name"]))
