@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.model.cifar import RECORD_BYTES
 from tests.cli.conftest import ROOT, Slim
 
@@ -151,6 +152,33 @@ def test_images_of_another_shape_are_refused(slim: Slim, tmp_path: Path) -> None
     assert "1x8x8" in line
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cpux", "device cpux is not known; give cpu, cuda:N, openvino:CPU or onnxruntime:CPU"),
+        ("cuda:x", "device cuda:x is not known"),
+        ("cuda:99", "device cuda:99 is not there: torch"),
+    ],
+)
+def test_accuracy_on_a_device_that_is_not_there_is_one_line(slim: Slim, device: str, said: str) -> None:
+    assert said in refused(slim, "accuracy", "--model", DIGITS, "--data", "digits", "--device", device)
+
+
+def test_accuracy_of_a_family_is_not_measured_on_a_gpu_that_would_not_be_used(slim: Slim, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"kind": "family"}')
+    line = refused(slim, "accuracy", "--model", tmp_path, "--data", "digits", "--device", "cuda:0")
+    assert "device cuda:0 runs no families" in line
+
+
+def test_a_network_that_is_larger_than_the_memory_is_not_measured(
+    slim: Slim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slim_scheduler.engine.measure._memory", lambda device: 100_000)
+    line = refused(slim, "measure", "--model", DIGITS, "--device", "cpu", "--out", tmp_path / "profile.json")
+    assert "digits cannot be measured in a budget of 100000 bytes" in line
+    assert not (tmp_path / "profile.json").exists()
+
+
 def test_missing_images_say_what_can_be_given(slim: Slim, tmp_path: Path) -> None:
     line = refused(slim, "accuracy", "--model", DIGITS, "--data", tmp_path / "none")
     assert "does not exist; give `digits`" in line
@@ -205,6 +233,32 @@ def test_a_policy_of_another_network_is_named_as_such_at_the_start_of_a_server(s
     assert f"digits cannot be served with router {router}: " in line
     assert "network cifar100-lean" in line
     assert "was not changed" not in line
+
+
+@pytest.mark.parametrize(
+    ("served", "options", "said"),
+    [
+        (("--config", DEMO), ("--precision", "bf16"), "--precision beside --config"),
+        (("--config", DEMO), ("--data", "val"), "--data beside --config"),
+        ((DIGITS,), ("--labels", "absent.txt", "--mean", "0.5"), "--labels, --mean beside a model folder"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(slim: Slim, served, options, said) -> None:
+    assert f"{said} would change nothing" in refused(slim, "serve", *served, *options)
+
+
+def test_a_profile_stays_where_the_one_that_was_asked_for_cannot_be_made(slim: Slim, tmp_path: Path, monkeypatch):
+    profile = tmp_path / "profile.json"
+    profile.write_text("the one of before")
+
+    def as_served(*_: object) -> None:
+        raise ConfigError("no server answers")
+
+    monkeypatch.setattr("slim_scheduler.engine.served.as_served", as_served)
+    line = refused(slim, "measure", "--model", DIGITS, "--rounds", 1, "--served", DEMO, "--out", profile)
+    assert "no server answers" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    assert profile.read_text() == "the one of before"
 
 
 def test_digits_are_not_shown_to_a_network_that_was_made_for_other_images(slim: Slim, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,10 @@ def test_doctor_says_what_is_here_and_where_data_comes_from(slim: Slim) -> None:
     assert code == 0
     assert findings["models/digits"]["status"] == "ok"
     assert {"python", "torch", "cpu", "memory", "disk", "cpu energy", "data digits", "data cifar100"} <= findings.keys()
+
+
+def test_the_version_is_told(slim: Slim) -> None:
+    assert slim("--version") == (0, f"slim-scheduler {version('slim-scheduler')}\n", "")
 
 
 def test_every_command_explains_itself_with_examples(slim: Slim) -> None:

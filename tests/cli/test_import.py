@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper
+from PIL import Image
 
+from slim_scheduler.cli.family import cached_family
+from slim_scheduler.model.family_import import NO_WISHES
+from slim_scheduler.model.onnx_file import external_files
 from tests.cli.conftest import Slim
 from tests.model.onnx_networks import classifier, family_files, model, write
 
@@ -128,6 +132,48 @@ def test_external_data_beside_the_file_is_taken_inside(slim: Slim, tmp_path: Pat
     code, _, err = slim("import", "--out", tmp_path / "fam", good, other)
     assert code == 0, err
     assert all(b"weights.bin" not in path.read_bytes() for path in (tmp_path / "fam").glob("*.onnx"))
+
+
+def test_external_data_is_listed_and_never_from_outside_the_folder(tmp_path: Path, good: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    for folder in (tmp_path, inside):
+        (folder / "weights.bin").write_bytes(b"\1" * 4096)
+    beside = write(external(classifier(seed=1), "weights.bin"), inside / "beside.onnx")
+    outside = write(external(classifier(seed=1), "../weights.bin"), inside / "outside.onnx")
+    noise = tmp_path / "noise.onnx"
+    noise.write_bytes(b"no network")
+    listed = [external_files(path) for path in (good, beside, outside, noise)]
+    assert listed == [[], [inside / "weights.bin"], [], []]
+
+
+@pytest.mark.parametrize("changed", ["nothing", "network", "external data", "labels", "images"])
+def test_a_kept_family_is_taken_only_for_the_same_files_labels_and_images(
+    tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = classifier(seed=1)
+    weights, labels, pictures = tmp_path / "weights.bin", tmp_path / "labels.txt", tmp_path / "pictures"
+    weights.write_bytes(made.graph.initializer[0].raw_data)
+    other = write(external(made, "weights.bin"), tmp_path / "other.onnx")
+    labels.write_text("".join(f"class {i}\n" for i in range(10)))
+    pictures.mkdir()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(pictures / "0.png")
+
+    def family() -> Path:
+        return cached_family([good, other], str(pictures), NO_WISHES._replace(labels=labels))
+
+    before = family()
+    match changed:
+        case "network":
+            write(classifier(seed=2), good)
+        case "external data":
+            weights.write_bytes((-np.frombuffer(weights.read_bytes(), np.float32)).tobytes())
+        case "labels":
+            labels.write_text("".join(f"kind {i}\n" for i in range(10)))
+        case "images":
+            Image.fromarray(np.ones((8, 8), np.uint8)).save(pictures / "1.png")
+    assert (family() == before) is (changed == "nothing")
 
 
 def test_external_data_that_is_too_short(slim: Slim, tmp_path: Path, good: Path) -> None:

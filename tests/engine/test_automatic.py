@@ -23,12 +23,14 @@ from slim_scheduler.engine.devices.openvino import precisions
 from slim_scheduler.engine.slices import slices_of
 from slim_scheduler.model.family import load_family
 from slim_scheduler.model.family_import import import_family, measure_family
+from slim_scheduler.model.shape import shape_of
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy, write_accuracy
 from slim_scheduler.setup.config import ModelConfig
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.profiles import read_profile
 from tests.engine.live import NETWORK, SHAPE, config_of
 from tests.model.onnx_networks import family_files
+from tests.model.plain_networks import Raises
 
 DIGITS = Path(__file__).parents[2] / "models/digits"
 
@@ -106,6 +108,26 @@ def test_a_precision_that_nothing_here_has(family: Path) -> None:
     model = load_family(family)
     with pytest.raises(ConfigError, match="no engine here runs three in fp16; tried: openvino:CPU in fp16"):
         fastest(model, model.manifest.shape, family, "auto", "fp16", 1, 1.0)
+
+
+def test_memory_that_is_not_there_and_a_device_that_is_not_are_tried_again(tmp_path: Path, cache: Path) -> None:
+    for device, memory_gib, said in (
+        ("cpu", 1e-6, r"tried: cpu in fp32; cpu: instance of segment 0 at width 1 needs \d+ bytes"),
+        ("openvino:GPU", 1.0, r"tried: openvino:GPU in fp32; device openvino:GPU is not there"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            fastest(NETWORK, SHAPE, tmp_path, device, "auto", 1, memory_gib)
+    assert not list(cache.rglob("*.json"))
+    assert fastest(NETWORK, SHAPE, tmp_path, "cpu", "auto", 1, 1.0) == ("cpu", "fp32")
+    assert len(list(cache.rglob("*.json"))) == 1
+
+
+def test_a_network_that_does_not_run_is_not_tried_twice_in_the_same_memory(tmp_path: Path, cache: Path) -> None:
+    network = Raises()
+    for memory_gib, trials in ((1.0, 1), (1.5, 1), (2.0, 2)):
+        with pytest.raises(ConfigError, match=r"no engine here runs raises in auto; .*; not written yet"):
+            fastest(network, shape_of(network), tmp_path, "cpu", "auto", 1, memory_gib)
+        assert len(list(cache.rglob("*.json"))) == trials
 
 
 def digits_with(folder: Path, wrong: int | None) -> Path:

@@ -1,6 +1,7 @@
 """Execution engines: the same answers as torch, and the bytes that are counted are those that are held."""
 
 import asyncio
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,32 @@ def test_graphs_are_kept_by_hash_and_made_again_when_damaged(cache: Path) -> Non
         path.write_bytes(path.read_bytes()[:-7])
     again = GraphExporter(NETWORK).graph(1, 0.5, 1.0).content
     assert len(again) == len(content)
+
+
+def test_graphs_of_a_class_of_ones_own_are_kept_by_its_source_and_not_without(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "network_of_ones_own.py"
+    source.write_text(
+        "from torch import nn\n"
+        "from slim_scheduler.model.plain import PlainNetwork\n\n\n"
+        "class OnesOwn(PlainNetwork):\n"
+        "    def __init__(self) -> None:\n"
+        "        super().__init__([nn.Sequential(nn.Flatten(), nn.Linear(64, 10))], (1, 8, 8), 10)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    network = importlib.import_module("network_of_ones_own").OnesOwn()
+
+    def new_graphs() -> int:
+        before = set((cache / "slim-scheduler/graphs").glob("*"))
+        assert GraphExporter(network).graph(0, None, 1.0).content
+        return len(set((cache / "slim-scheduler/graphs").glob("*")) - before)
+
+    assert [new_graphs(), new_graphs()] == [1, 0]
+    source.write_text(source.read_text().replace("nn.Flatten()", "nn.ReLU(), nn.Flatten()"))
+    assert [new_graphs(), new_graphs()] == [1, 0]
+    source.unlink()
+    assert new_graphs() == 0, "what cannot be told from another network is not kept"
 
 
 @pytest.mark.parametrize(

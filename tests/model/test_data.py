@@ -11,7 +11,8 @@ from PIL import Image
 
 from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import cifar
-from slim_scheduler.model.data import channel_statistics, digits, held_out, load_data
+from slim_scheduler.model.data import channel_statistics, digits, held_out, load_data, read_image
+from slim_scheduler.model.images import Images
 
 
 def write_cifar(folder, train=20, test=10):
@@ -27,7 +28,7 @@ def write_classes(folder, classes=("cat", "dog"), images=6, size=(20, 12)):
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for i in range(images):
-            pixels = generator.integers(0, 60, (size[1], size[0], 3), dtype=np.uint8) + np.uint8(120 * label)
+            pixels = generator.integers(0, 60, (size[1], size[0], 3), dtype=np.uint8) + np.uint8(120 * label % 256)
             Image.fromarray(pixels).save(folder / name / f"{i}.png")
     return folder
 
@@ -100,6 +101,69 @@ def test_class_folders_of_any_size_come_in_the_networks_size(tmp_path):
     assert len(data.train) + len(data.test) == 12
     grey = load_data(tmp_path / "pets", (1, 8, 8))
     assert grey.item_shape == (1, 8, 8)
+
+
+def as_sets(images):
+    return {image.tobytes() for image in images.pixels}
+
+
+def test_pictures_that_are_added_leave_the_others_where_they_are(tmp_path):
+    folder = write_classes(tmp_path / "pets", images=40)
+    before = load_data(folder)
+    kept, away = held_out(before.train, 0.2, seed=3)
+    for added in ("cat", "dog"):
+        for i in range(25):
+            pixels = np.random.default_rng(100 + i).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / added / f"{'0' if i % 2 else 'z'}new{i}.png")
+    after = load_data(folder)
+    assert len(after.train) + len(after.test) == 130
+    assert as_sets(before.train) <= as_sets(after.train)
+    assert as_sets(before.test) <= as_sets(after.test)
+    kept_after, away_after = held_out(after.train, 0.2, seed=3)
+    assert as_sets(kept) <= as_sets(kept_after)
+    assert as_sets(away) <= as_sets(away_after)
+
+
+def test_a_named_share_is_about_right_and_another_seed_draws_others():
+    names = tuple(f"{label}/{i}.png" for label in range(4) for i in range(1000))
+    images = Images(np.zeros((4000, 1, 1, 1), np.uint8), np.repeat(np.arange(4), 1000), names)
+    kept, away = held_out(images, 0.2, seed=0)
+    assert len(kept) + len(away) == 4000
+    assert np.bincount(away.labels) == pytest.approx(200, abs=50)  # four standard deviations
+    assert set(away.names) != set(held_out(images, 0.2, seed=1)[1].names)
+    again = held_out(kept, 0.2, seed=1)[1]
+    assert len(again) == pytest.approx(0.2 * len(kept), abs=100), "what is drawn from the rest is a share of it"
+
+
+@pytest.mark.parametrize(("images", "test"), [(1, 0), (2, 1), (3, None)])
+def test_a_class_of_two_pictures_has_one_to_train_on_and_one_to_test(tmp_path, images, test):
+    names = [f"class {i}" for i in range(8)]
+    data = load_data(write_classes(tmp_path / "pets", classes=names, images=images), (1, 8, 8))
+    trained, tested = (np.bincount(part.labels, minlength=8) for part in (data.train, data.test))
+    assert (trained >= 1).all()
+    assert (tested == test).all() if test is not None else (tested >= 1).all()
+
+
+@pytest.mark.parametrize("suffix", ["png", "pgm"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grey_of_16_bits_keeps_its_shades(tmp_path, suffix, channels):
+    shades = np.array([[0, 255, 257, 20_000], [128, 129, 65_534, 65_535]], np.uint16)
+    path = tmp_path / f"grey.{suffix}"
+    Image.fromarray(shades).save(path)
+    read = read_image(path, (channels, 2, 4))
+    assert read.shape == (channels, 2, 4)
+    for plane in read:
+        assert plane.tolist() == [[0, 1, 1, 78], [0, 1, 255, 255]]
+
+
+def test_class_folders_of_16_bit_grey_are_grey(tmp_path):
+    for name, shade in (("dark", 9_000), ("light", 60_000)):
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            Image.fromarray(np.full((5, 5), shade + i, np.uint16)).save(tmp_path / name / f"{i}.png")
+    data = load_data(tmp_path)
+    assert data.item_shape == (1, 5, 5)
+    assert [sorted(set(data.train.pixels[data.train.labels == label].ravel())) for label in (0, 1)] == [[35], [233]]
 
 
 def test_train_and_test_folders_are_kept_apart(tmp_path):

@@ -12,7 +12,7 @@ from PIL import Image
 from slim_scheduler.core.errors import CheckpointError, DataError, InputError
 from slim_scheduler.model.data import digits
 from slim_scheduler.model.family import Family, FamilyManifest, load_family
-from slim_scheduler.model.family_import import Wishes, import_family
+from slim_scheduler.model.family_import import Wishes, _labelled, import_family
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from tests.model.onnx_networks import classifier, family_files, reference, write
@@ -144,6 +144,23 @@ def test_folders_are_classes_by_label_or_by_number(tmp_path: Path) -> None:
             str(folders(tmp_path / "z", ["zebra", "1"])),
         )
     assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "found"),
+    [
+        (["日本", "Ελλάδα", "Россия"], ["ελλάδα", "россия", "日本"], [1, 2, 0]),
+        (["C++", "C#", "C", "Go"], ["C", "C++", "C#", "go"], [2, 0, 1, 3]),
+        (["C++", "C#", "Go"], ["c", "go"], [None, 2]),
+        (["Straße", "caf\u00e9"], ["STRASSE", "cafe\u0301"], [0, 1]),
+        (["tabby_cat", "crane", "crane"], ["Tabby cat", "crane"], [0, 1]),
+    ],
+)
+def test_a_folder_is_a_class_by_its_exact_label_or_by_one_that_no_other_is_like(
+    labels: list[str], names: list[str], found: list[int | None]
+) -> None:
+    known = _labelled(names, labels)
+    assert [known.get(name) for name in names] == found
 
 
 def test_without_labels_it_is_agreement_and_is_called_so(tmp_path: Path) -> None:

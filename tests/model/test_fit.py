@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slim_scheduler.core.errors import CheckpointError, InputError
+from slim_scheduler.core.errors import CheckpointError, DataError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.accuracy import measure_accuracy, measure_folder
 from slim_scheduler.model.architecture import Architecture
@@ -18,6 +18,7 @@ from slim_scheduler.model.card import write_card
 from slim_scheduler.model.data import load_data
 from slim_scheduler.model.fit import fit, schedule
 from slim_scheduler.model.presets import PRESETS, Preset, Recipe, preset_named
+from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.setup.accuracy_files import read_accuracy
 from tests.model.test_data import write_classes
 
@@ -152,6 +153,32 @@ def test_class_folders_train_a_network_of_another_size_and_number_of_segments(tm
     tables = measure_folder(tmp_path / "model", data)
     assert len(tables["test"].tuples) == 8
     assert min(tables["test"].top1(widths) for widths in tables["test"].tuples) == 1.0
+
+
+def pets_network(folder: Path) -> Path:
+    """An untrained network of two classes that says it was trained on `pets`."""
+    architecture = msgspec.structs.replace(TINY.architecture, classes=2)
+    training = checkpoint.Training(
+        preset="tiny", recipe=TINY.recipe, seed=0, data="pets", source="made up", seconds=0.0, history=()
+    )
+    network = SlimResNet(architecture, "pets").eval()
+    checkpoint.save(network, folder, classes=("cat", "dog"), training=training)
+    return folder
+
+
+def test_without_held_out_images_the_test_table_calibrates(tmp_path):
+    write_classes(tmp_path / "pets" / "train", images=1)
+    write_classes(tmp_path / "pets" / "test", images=2)
+    tables = measure_folder(pets_network(tmp_path / "model"), tmp_path / "pets")
+    assert set(tables) == {"test"}
+    assert tables["test"].items == 4
+    assert tables["test"].calibration.split == "test"
+
+
+def test_data_without_test_images_is_refused_with_what_gives_some(tmp_path):
+    data = write_classes(tmp_path / "pets", images=1)
+    with pytest.raises(DataError, match=rf"data {data} has no test images: a class folder gives some from two"):
+        measure_folder(pets_network(tmp_path / "model"), data)
 
 
 def test_classes_size_and_names_come_from_the_data(tmp_path):

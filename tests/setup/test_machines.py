@@ -1,12 +1,13 @@
-"""A load in multiples of what the cluster carries becomes items per second."""
+"""A load in multiples of what the cluster carries becomes items per second; a server finds its own profile."""
 
 from pathlib import Path
 
 import pytest
 
-from slim_scheduler.setup.machines import carried_by_width, in_items_per_second
+from slim_scheduler.core.errors import ProfileError
+from slim_scheduler.setup.machines import carried_by_width, find_profile, in_items_per_second, load_profiles
 from tests.sim.clusters import small_cluster
-from tests.sim.devices import SEGMENTS
+from tests.sim.devices import SEGMENTS, small_shape
 
 FULL_BATCH = 8  # takes 12 ms at width 0.5 and 24 ms at width 1, per segment
 
@@ -28,3 +29,38 @@ def test_a_rate_in_multiples_of_the_narrowest_width_follows_the_servers(tmp_path
 def test_a_rate_in_items_per_second_stays(tmp_path: Path) -> None:
     config = small_cluster(tmp_path, workload={"rate": 50.0})
     assert in_items_per_second(config) is config
+
+
+PROFILES = ("cpu-small", "cpu-bf16-small", "openvino-small", "gtx-980-ti", "rtx-2080-ti-small")
+
+
+@pytest.mark.parametrize(
+    ("server", "found"),
+    [
+        ({"device": "cpu"}, "cpu-small"),
+        ({"device": "cpu", "precision": "bf16"}, "cpu-bf16-small"),
+        ({"device": "cpu", "precision": "fp16"}, None),
+        ({"device": "cpu", "precision": "auto"}, "cpu-small"),
+        ({"device": "openvino:CPU"}, "openvino-small"),
+        ({"device": "openvino:CPU", "precision": "bf16"}, None),
+        ({"device": "openvino:CPU", "precision": "bf16", "profile": "cpu-small"}, "cpu-small"),
+        ({"device": "gtx-980-ti", "precision": "fp16"}, "gtx-980-ti"),
+        ({"device": "rtx-2080-ti", "precision": "bf16"}, "rtx-2080-ti-small"),
+    ],
+)
+def test_a_live_server_takes_no_profile_of_another_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, str], found: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profiles").mkdir()
+    for name in PROFILES:
+        (tmp_path / f"profiles/{name}.json").write_text("{}")
+    config = small_cluster(tmp_path / "models/small", [{"profile": None, **server}])
+    path = find_profile(config.servers[0], small_shape(), Path(config.model.path))
+    assert (path and path.stem) == found
+
+
+def test_a_profile_that_is_missing_is_named_with_the_command_that_measures_it_in_its_precision(tmp_path: Path) -> None:
+    config = small_cluster(tmp_path / "models/small", [{"profile": None, "device": "cpu", "precision": "bf16"}])
+    with pytest.raises(ProfileError, match=r"no profile for cpu .* --device cpu --precision bf16`"):
+        load_profiles(config, small_shape())

@@ -115,6 +115,24 @@ def test_a_gzipped_trace_at_the_rate_keeps_its_shape_and_brings_the_rate(tmp_pat
     assert arrivals.times == pytest.approx([0, 0.15, 0.6 * 1000 / 3600, 0.6])  # 12 items in 0.6 s are 20 a second
 
 
+@pytest.mark.parametrize("begin", [0.0, 0.003, 1_700_000_000.0])
+def test_a_trace_at_the_rate_begins_with_its_first_arrival(tmp_path, begin: float) -> None:
+    path = tmp_path / "later.csv"
+    path.write_text("arrival_s\n" + "".join(f"{begin + t}\n" for t in (0, 900, 1000, 3600)))
+    workload = WorkloadConfig(kind="trace", trace=str(path), trace_at_rate=True, rate=20.0, duration_s=5.0)
+    assert generate(workload, 0, 3).times == pytest.approx([0, 0.05, 0.2 * 1000 / 3600, 0.2], abs=1e-6)
+
+
+def test_a_trace_that_begins_after_the_run_says_so(tmp_path) -> None:
+    path = tmp_path / "unix.csv"
+    path.write_text("arrival_s\n1700000000\n1700000001\n")
+    workload = WorkloadConfig(kind="trace", trace=str(path), duration_s=5.0)
+    with pytest.raises(TraceError, match=r"begins at 1700000000 s, the run ends at .* = 5; .* trace_at_rate"):
+        generate(workload, 0, 3)
+    path.write_text("arrival_s\n4.5\n6\n")
+    assert generate(workload, 0, 3).times.tolist() == [4.5]
+
+
 def test_a_trace_of_one_moment_has_no_rate(tmp_path) -> None:
     path = tmp_path / "moment.csv"
     path.write_text("arrival_s\n0\n0\n")

@@ -6,7 +6,7 @@ Exit codes: 0 done, 2 bad input or configuration (one line on stderr), 130 inter
 import gc
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -24,8 +24,20 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"slim-scheduler {version('slim-scheduler')}")
+        raise typer.Exit
+
+
 @app.callback()
-def begin() -> None:
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     gc.enable()  # a command runs; __main__ says why it is off
 
 
@@ -47,7 +59,7 @@ UsageErrors: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 
 def main() -> None:
     """Entry point of `slim`: runs a command and turns errors of the user's making into one line."""
-    from slim_scheduler.core.errors import InputError
+    from slim_scheduler.core.errors import InputError, OutOfMemoryError
 
     # A shell's script starts a background command with SIGINT ignored; who sends it one means it to stop all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,7 +79,7 @@ def main() -> None:
         )
     except OSError as error:
         _stop(BAD_INPUT, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-    except InputError as error:
+    except (InputError, OutOfMemoryError) as error:
         _stop(BAD_INPUT, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         _stop(INTERRUPTED, "interrupted; what was written so far stays")

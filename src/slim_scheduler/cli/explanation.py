@@ -17,12 +17,14 @@ from slim_scheduler.core.types import Bytes, Seconds, Width
 from slim_scheduler.run.runs import accuracy_table, check_data
 from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig, WorkloadConfig
 from slim_scheduler.setup.machines import (
+    LIVE_KINDS,
     build_router,
     fallback_name,
     find_profile,
     in_items_per_second,
     load_profiles,
     load_shape,
+    measure_command,
     router_facts,
     served_shape,
 )
@@ -89,18 +91,16 @@ def _data(config: Config) -> Iterator[Finding]:
 
 
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
-    from slim_scheduler.engine.devices.registry import KINDS
-
     subject = f"server {server.name}"
     path = find_profile(server, shape, Path(config.model.path))
-    if path is None and server.device.partition(":")[0] not in KINDS:
+    if path is None and server.device.partition(":")[0] not in LIVE_KINDS:
         found = f"{server.device}: no device that computes, and no profile of that name"
-        yield Finding(subject, "problem", found, f"live devices: {', '.join(KINDS)}; else name its profile's file")
+        yield Finding(subject, "problem", found, f"live devices: {', '.join(LIVE_KINDS)}; else name its profile's file")
     elif path is None and server.slowdown_of == "profile":
         found = f'{server.device}: no profile, and slowdown_of = "profile" keeps to one'
-        yield Finding(subject, "problem", found, f"slim measure --model {config.model.path} --device {server.device}")
+        yield Finding(subject, "problem", found, measure_command(config, server))
     elif path is None:
-        advice = f"slim measure --model {config.model.path} --device {server.device}, or a router without costs"
+        advice = f"{measure_command(config, server)}, or a router without costs"
         yield Finding(subject, "note", f"{server.device}: no profile, so its speed is not known", advice)
     else:
         try:

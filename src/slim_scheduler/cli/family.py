@@ -108,8 +108,12 @@ def run_import(files: list[Path], out: Path, data: str | None, wishes: "Wishes")
 
 def found_here(models: list[Path], data: str | None, wishes: "Callable[[], Wishes]", precision: str) -> "Config":
     """A configuration for a model folder, or for files that become a family in the user's cache first."""
-    one_folder = len(models) == 1 and models[0].is_dir()
-    return found_for(models[0] if one_folder else _cached_family(models, data, wishes()), precision)
+    return found_for(model_folder(models) or cached_family(models, data, wishes()), precision)
+
+
+def model_folder(models: list[Path]) -> Path | None:
+    """The one folder that is given; None for files."""
+    return models[0] if len(models) == 1 and models[0].is_dir() else None
 
 
 def found_for(folder: Path, precision: str) -> "Config":
@@ -123,18 +127,26 @@ def found_for(folder: Path, precision: str) -> "Config":
     return config
 
 
-def _cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path:
+def cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path:
     """The family of these files; imported unless the same files were imported in the same way before."""
     import hashlib
 
     from slim_scheduler.core.errors import InputError
+    from slim_scheduler.model.onnx_file import external_files
     from slim_scheduler.setup.cache import cache_folder
 
-    digest = hashlib.sha256(repr((data and str(Path(data).resolve()), wishes)).encode())
+    read: list[Path] = []
     for path in files:
         if not path.is_file():
             raise InputError(f"{path} does not exist; give a model folder, or .onnx or .pt2 files")
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        read += [path, *external_files(path)]
+    if wishes.labels is not None and wishes.labels.is_file():
+        read.append(wishes.labels)
+    listing = _listing(Path(data)) if data is not None else []
+    digest = hashlib.sha256(repr((data and str(Path(data).resolve()), listing, wishes)).encode())
+    for path in read:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     stems = [path.stem for path in files]
     common = "".join(
         letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*stems, strict=False))
@@ -144,6 +156,16 @@ def _cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Pat
     if not folder.is_dir():
         show_family(run_import(files, folder, data, wishes))
     return folder
+
+
+def _listing(data: Path) -> list[tuple[str, int, int]]:
+    """(relative name, bytes, time of change in ns) of a folder's files; empty for data of a plain name."""
+    found = []
+    for path in sorted(data.rglob("*")) if data.is_dir() else ():
+        if path.is_file():
+            about = path.stat()
+            found.append((path.relative_to(data).as_posix(), about.st_size, about.st_mtime_ns))
+    return found
 
 
 def wishes_of(

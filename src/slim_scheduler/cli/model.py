@@ -194,11 +194,10 @@ def measure(
             precision=precision,
             progress=lambda done, of: show(done / of),
         )
+    if settings is not None:
+        profile = _served(settings, profile)
     path = out or Path("profiles") / profile_name(device, precision, profile.model)
     write_profile(profile, path)
-    if settings is not None:
-        profile = _served(settings, path, profile)
-        write_profile(profile, path)
     if as_json:
         print(path.read_text())
         return
@@ -217,13 +216,18 @@ def measure(
     console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
 
 
-def _served(settings: "Config", path: Path, profile: "Profile") -> "Profile":
+def _served(settings: "Config", profile: "Profile") -> "Profile":
+    import tempfile
+
     from msgspec.structs import replace
 
     from slim_scheduler.engine.served import as_served
+    from slim_scheduler.setup.profiles import write_profile
 
-    servers = tuple(replace(server, profile=str(path)) for server in settings.servers)
-    with progress("measuring while it serves") as show:
+    with progress("measuring while it serves") as show, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        write_profile(profile, path)
+        servers = tuple(replace(server, profile=str(path)) for server in settings.servers)
         return as_served(replace(settings, servers=servers), profile, show)
 
 

@@ -60,10 +60,12 @@ def live_server(
     incarnation: int = 0,
     on_loop: bool = False,
     margins: bool = False,
+    sharing: int | None = None,
 ) -> LiveServer:
     """One configured server, not yet started. `device`, where given, is used instead of the one configured.
 
-    `on_loop`: its brief batches may run on the event loop. `margins`: it tells those of its answers.
+    `on_loop`: its brief batches may run on the event loop. `margins`: it tells those of its answers. `sharing`: so many
+    servers use its device and its meter, itself among them; by default those of the configuration.
     """
     server = next(server for server in config.servers if server.name == name)
     profile = (profiles or {}).get(name)
@@ -81,8 +83,10 @@ def live_server(
     on_loop = on_loop and server.on_cpu
     executor = Executor(name, device, server.concurrency, server.slowdown, finished, on_loop, emulated)
     power = profile.power if profile is not None and profile.power_source != "none" else None
-    sharing = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
-    probe = open_probe(server.device, power, len(sharing))
+    if sharing is None:
+        here = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
+        sharing = len(here)
+    probe = open_probe(server.device, power, sharing)
     return LiveServer(scheduler, executor, probe, server.credit, shape.segments, margins)
 
 

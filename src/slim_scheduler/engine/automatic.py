@@ -1,12 +1,13 @@
 """What `slim serve MODEL` finds out by itself: which devices there are, which engine is the fastest, what it takes.
 
-Everything measured is kept in the user's cache under a hash of the weights, the machine and the versions, so it is
-measured once. Nothing here is needed where a configuration says it all.
+Everything measured is kept in the user's cache under a hash of the network, the machine, the memory and the versions,
+so it is measured once. Nothing here is needed where a configuration says it all.
 """
 
 import asyncio
 import hashlib
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from slim_scheduler.core.errors import ConfigError, InputError
+from slim_scheduler.core.errors import ConfigError, InputError, OutOfMemoryError, first_line
 from slim_scheduler.core.profile import Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds
@@ -25,9 +26,9 @@ from slim_scheduler.engine.measure import measure_model
 from slim_scheduler.model.family import Family
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SlimmableModel
-from slim_scheduler.model.segment_graph import weights_hash
+from slim_scheduler.model.segment_graph import network_hash
 from slim_scheduler.setup.accuracy_files import PRECISIONS, TABLE_FILES, accuracy_path, read_accuracy, table_file
-from slim_scheduler.setup.cache import cache_folder, write_cached
+from slim_scheduler.setup.cache import cache_folder, write_whole
 from slim_scheduler.setup.config import Config, ModelConfig, RouterConfig, ServerConfig
 from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.profiles import read_profile
@@ -37,7 +38,6 @@ GIB = 2**30
 PROFILE_ROUNDS = 1  # of four visits to every point
 TRIAL_BATCHES = (1, 8)
 TRIALS = 5
-NEVER: Seconds = float("inf")
 LOSS = 0.002  # of top-1, that `precision = "auto"` may cost
 LONGEST_BATCH: Seconds = 0.25
 MEMORY_SHARE = 0.5  # of the memory that is free now, for a server on the CPU; of a GPU's, 0.8
@@ -119,12 +119,17 @@ def fastest(
     if len(candidates) == 1 and AUTO not in (device, precision):
         return candidates[0]
     seconds: dict[tuple[str, str], Seconds] = {}
+    reason = ""
     for i, (name, kind) in enumerate(candidates):
         progress(0.2 * i / len(candidates), f"trying {name} in {kind}")
-        seconds[name, kind] = _trial_once(model, shape, name, kind, threads, memory_gib)
-    if min(seconds.values(), default=NEVER) == NEVER:
+        found = _trial_once(model, shape, name, kind, threads, memory_gib)
+        if isinstance(found, str):
+            reason = f"; {found}"
+        else:
+            seconds[name, kind] = found
+    if not seconds:
         tried = ", ".join(f"{name} in {kind}" for name, kind in candidates) or "none"
-        raise ConfigError(f"no engine here runs {shape.name} in {precision}; tried: {tried}")
+        raise ConfigError(f"no engine here runs {shape.name} in {precision}; tried: {tried}{reason}")
     return min(seconds, key=lambda pair: seconds[pair])
 
 
@@ -143,12 +148,16 @@ def close_enough(folder: Path) -> list[str]:
 
 def _trial_once(
     model: SlimmableModel, shape: ModelShape, device: str, precision: str, threads: int, memory_gib: float
-) -> Seconds:
-    """Seconds of the widest network, kept in the user's cache; `NEVER` where the device cannot run it so."""
-    path = cache_folder("engines") / f"{_key(model, device, precision, threads)}.json"
-    if path.is_file():
-        kept = msgspec.json.decode(path.read_bytes(), type=float | None)
-        return NEVER if kept is None else kept
+) -> Seconds | str:
+    """Seconds of the widest network, or why the device cannot run it so; kept in the user's cache.
+
+    Not kept is what may be otherwise next time: a device that is not there, or not enough memory.
+    """
+    path, is_kept = _kept_at("engines", model, device, precision, threads, memory_gib)
+    if is_kept:
+        kept: Seconds | str = msgspec.json.decode(path.read_bytes(), type=float | str)
+        return kept
+    found: Seconds | str
     try:
         opened = open_device(
             device,
@@ -159,11 +168,13 @@ def _trial_once(
             memory_limit=int(memory_gib * GIB),
             precision=precision,
         )
-        seconds = _trial(opened, model)
-    except (InputError, RuntimeError):  # it cannot run this network, or not in this precision
-        seconds = NEVER
-    write_cached(path, msgspec.json.encode(None if seconds == NEVER else seconds))
-    return seconds
+        found = _trial(opened, model)
+    except (ConfigError, OutOfMemoryError) as error:
+        return str(error)
+    except (InputError, RuntimeError) as error:  # it cannot run this network, or not in this precision
+        found = first_line(error)
+    write_whole(path, msgspec.json.encode(found))
+    return found
 
 
 def measured_profile(
@@ -175,8 +186,8 @@ def measured_profile(
     progress: Progress = lambda share, what: None,
 ) -> tuple[Path, bool]:
     """The profile of a device for a model, in the user's cache, and whether it was measured just now."""
-    path = cache_folder("profiles") / f"{_key(model, device, precision, threads)}.json"
-    if path.is_file():
+    path, is_kept = _kept_at("profiles", model, device, precision, threads, memory_gib)
+    if is_kept:
         return path, False
     profile = asyncio.run(
         measure_model(
@@ -189,7 +200,7 @@ def measured_profile(
             progress=lambda done, total: progress(0.2 + 0.8 * done / total, f"measuring {device}"),
         )
     )
-    write_cached(path, msgspec.json.encode(profile))
+    write_whole(path, msgspec.json.encode(profile))
     return path, True
 
 
@@ -259,7 +270,16 @@ def _router(folder: Path, shape: ModelShape) -> tuple[str, str]:
     return f"cost-model:{shape.widths[-1]:g}", "nothing says what a width gets right, so the widest serves"
 
 
-def _key(model: SlimmableModel, device: str, precision: str, threads: int) -> str:
-    weights = model.manifest.weights_sha256 if isinstance(model, Family) else weights_hash(model)
-    parts = (model.name, weights, device, device_name(device), precision, threads, versions(device))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+def _kept_at(
+    kind: str, model: SlimmableModel, device: str, precision: str, threads: int, memory_gib: float
+) -> tuple[Path, bool]:
+    """A file of the user's cache, and whether it holds what was measured of this very network.
+
+    Memory counts to the power of two below it: what is free is never quite the same. A network without a hash is
+    measured each time.
+    """
+    network = model.manifest.weights_sha256 if isinstance(model, Family) else network_hash(model)
+    memory = math.floor(math.log2(memory_gib))
+    parts = (model.name, network, device, device_name(device), precision, threads, memory, versions(device))
+    path = cache_folder(kind) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    return path, bool(network) and path.is_file()

@@ -7,19 +7,21 @@ sizes, or with the host's overhead slowed down too, came out up to 40 % wrong. M
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
 
+from slim_scheduler.core.errors import ConfigError, OutOfMemoryError
 from slim_scheduler.core.profile import Curve, Latency, Profile
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Watts, Width, WidthTuple
+from slim_scheduler.engine.devices.cuda import gpu_index, gpu_memory
 from slim_scheduler.engine.hardware import device_name, versions
 from slim_scheduler.engine.measuring_bench import VISITS, Bench, Crowd, Piece, Point, Times
-from slim_scheduler.engine.probe import open_probe
+from slim_scheduler.engine.probe import Probe, open_probe
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.model.shape import shape_of
@@ -29,6 +31,7 @@ Progress = Callable[[int, int], None]  # points done, points in all
 BATCHES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 5
 LOADS = 5
+MEMORY_GIB = 8.0  # at most, for all instances and a batch; less where the device has less
 SLOWEST_FREE_BYTE: Seconds = 1e-11  # 100 GB/s: where bytes do not show in the load time, they cost this
 POWER_SECONDS = 2.0
 # Without a meter: board power of an AMD EPYC 9004 over its cores (360 W / 96), a third of it idle. An estimate.
@@ -44,13 +47,14 @@ def measure(
     threads: int = 1,
     slowdowns: Sequence[float] = (1.0,),
     rounds: int = ROUNDS,
-    memory_gib: float = 8.0,
+    memory_gib: float = MEMORY_GIB,
     precision: str = "fp32",
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of `device`, as a configuration names it, for the network in `model_dir`.
 
-    One server per entry of `slowdowns`, all of this process and all computing: as many as there will be.
+    One server per entry of `slowdowns`, all of this process and all computing: as many as there will be. Batch sizes
+    that `memory_gib`, or the device's memory, does not suffice for are left out. Raises InputError.
     """
     model = load_model(model_dir)
     return asyncio.run(
@@ -70,23 +74,12 @@ async def measure_model(
     slowdowns: Sequence[float] = (1.0,),
     only: WidthTuple | None = None,
     rounds: int = ROUNDS,
-    memory_gib: float = 8.0,
+    memory_gib: float = MEMORY_GIB,
     precision: str = "fp32",
     progress: Progress | None = None,
 ) -> Profile:
     """`measure` for a network in memory, on a running event loop, with one server per entry of `slowdowns`."""
-    measurement = Measurement(
-        model,
-        device,
-        batches=batches,
-        threads=threads,
-        slowdowns=slowdowns,
-        only=only,
-        memory_gib=memory_gib,
-        precision=precision,
-    )
-    total = measurement.points * rounds * VISITS
-    done = 0
+    done = total = 0
 
     def step() -> None:
         nonlocal done
@@ -94,15 +87,34 @@ async def measure_model(
         if progress is not None:
             progress(done, total)
 
-    async with measurement:
-        return await measurement.profile(await measurement.rounds(rounds, step))
+    try:
+        measurement = Measurement(
+            model,
+            device,
+            batches=batches,
+            threads=threads,
+            slowdowns=slowdowns,
+            only=only,
+            memory_gib=memory_gib,
+            precision=precision,
+        )
+        async with measurement:
+            total = measurement.points * rounds * VISITS
+            return await measurement.profile(await measurement.rounds(rounds, step))
+    except OutOfMemoryError as error:
+        budget = memory_budget(device, memory_gib)
+        raise ConfigError(
+            f"{model.name} cannot be measured in a budget of {budget} bytes, which has to hold all instances and a "
+            f"batch ({error}); measure it on a device with more memory"
+        ) from None
 
 
 class Measurement:
     """Servers held ready to be timed as often as one likes; a profile from the times of any of the rounds.
 
     `slowdowns`: one server each, all of them active; times are by what a server without slowdown would take. `only`
-    measures no more than the pieces that this width tuple runs.
+    measures no more than the pieces that this width tuple runs. Raises OutOfMemoryError where not even the smallest
+    batches fit into memory.
     """
 
     def __init__(
@@ -114,7 +126,7 @@ class Measurement:
         threads: int = 1,
         slowdowns: Sequence[float] = (1.0,),
         only: WidthTuple | None = None,
-        memory_gib: float = 8.0,
+        memory_gib: float = MEMORY_GIB,
         precision: str = "fp32",
     ) -> None:
         self._device = device
@@ -123,7 +135,7 @@ class Measurement:
         self._batches = tuple(batches)
         self._threads = threads
         self._pieces = list(_pieces(self._shape) if only is None else _pieces_of(only))
-        limit = int(memory_gib * 2**30)
+        limit = memory_budget(device, memory_gib)
         self._benches = [
             Bench(model, self._shape, device, threads, max(batches), limit, slowdown, precision)
             for slowdown in slowdowns
@@ -134,6 +146,7 @@ class Measurement:
 
     @property
     def points(self) -> int:
+        """How many are timed in a round, once it has begun to hold servers ready."""
         return len(self._pieces) * len(self._batches)
 
     async def __aenter__(self) -> "Measurement":
@@ -142,7 +155,7 @@ class Measurement:
             self._loads = await first.start(LOADS)
             for other in others:
                 await other.start(0)
-            await self._crowd.warm_up()
+            self._batches = await self._crowd.warm_up()
         except BaseException:
             await self.stop()
             raise
@@ -185,6 +198,13 @@ class Measurement:
         )
 
 
+def memory_budget(device: str, memory_gib: float) -> Bytes:
+    """`memory_gib`, or what the device has in all where that is less. A GPU that is not there is for who opens it."""
+    asked = int(memory_gib * 2**30)
+    there = gpu_memory(gpu_index(device)) if device.startswith("cuda") else _memory(device)
+    return asked if there is None else min(asked, there)
+
+
 def _pieces(shape: ModelShape) -> Iterator[Piece]:
     for segment in range(shape.segments):
         for previous in shape.widths if segment else (None,):
@@ -216,19 +236,27 @@ async def _power(bench: Bench, device: str, heavy: Point, threads: int) -> tuple
         if device.startswith("cuda"):
             return Curve((0.0, 1.0), (0.0, 0.0)), "none"
         return Curve((0.0, 1.0), (threads * CORE_WATTS_IDLE, threads * CORE_WATTS_BUSY)), "estimated"
-    watts = []
-    for working in (False, True):
-        readings: list[Watts] = []
-        begin = time.monotonic()
-        while (now := time.monotonic() - begin) < POWER_SECONDS:
-            if working:
-                await bench.run(heavy)
-            else:
-                await asyncio.sleep(0.1)
-            sampled = probe.sample(begin + now, float(working)).power_w
-            readings += [] if sampled is None else [sampled]
-        watts.append(float(np.median(readings)) if readings else 0.0)
-    return Curve((0.0, 1.0), (watts[0], max(watts))), source
+    resting = await watts_while(lambda: asyncio.sleep(0.1), probe, 0.0)
+    working = await watts_while(lambda: bench.run(heavy), probe, 1.0)
+    return Curve((0.0, 1.0), (resting, max(resting, working))), source
+
+
+async def watts_while(
+    step: Callable[[], Awaitable[object]],
+    probe: Probe,
+    busy: float,
+    seconds: Seconds = POWER_SECONDS,
+    clock: Callable[[], Seconds] = time.monotonic,
+) -> Watts:
+    """The median reading after each step, over `seconds`; 0 where the probe has none."""
+    readings: list[Watts] = []
+    begin = clock()
+    probe.sample(begin, busy)  # what was used before the first step is no part of it
+    while clock() - begin < seconds:
+        await step()
+        sampled = probe.sample(clock(), busy).power_w
+        readings += [] if sampled is None else [sampled]
+    return float(np.median(readings)) if readings else 0.0
 
 
 def _load_line(shape: ModelShape, loads: dict[tuple[int, Width], Seconds]) -> tuple[Seconds, float]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from slim_scheduler.core.errors import OutOfMemoryError
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, Bytes, Seconds, ServerName, Task, Width
@@ -144,18 +145,34 @@ class Crowd:
     def __init__(self, benches: Sequence[Bench], pieces: Sequence[Piece], batches: Sequence[int]) -> None:
         self._benches = benches
         self._pieces = pieces
-        self._batches = batches
+        self._batches = tuple(batches)
         self._rng = np.random.default_rng(0)
         self._size = 0
         self._busy = False
         self._times: Times = {}
 
-    async def warm_up(self) -> None:
-        """Every kernel chosen, every variant built."""
+    async def warm_up(self) -> tuple[int, ...]:
+        """Every kernel chosen, every variant built; the batch sizes that memory suffices for, the others are left out.
+
+        Raises OutOfMemoryError where not even the smallest fits.
+        """
         for bench in self._benches:
-            for piece in self._pieces:
-                for size in self._batches:
-                    await bench.run(Point(piece, size))
+            ascending = sorted(self._batches)
+            await self._run_all(bench, ascending[0])
+            fits = 0  # the largest so far: every variant is there now
+            try:
+                for size in ascending:
+                    await self._run_all(bench, size)
+                    fits = size
+            except OutOfMemoryError:
+                if not fits:
+                    raise
+            self._batches = tuple(size for size in self._batches if size <= fits)
+        return self._batches
+
+    async def _run_all(self, bench: Bench, size: int) -> None:
+        for piece in self._pieces:
+            await bench.run(Point(piece, size))
 
     async def rounds(self, count: int, step: Callable[[], None] = lambda: None) -> Times:
         """Times of every point, `VISITS` or more in each round; `step` is called after each of the first server's."""

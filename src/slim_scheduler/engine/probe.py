@@ -19,7 +19,7 @@ from slim_scheduler.core.messages import DeviceSampled
 from slim_scheduler.core.profile import Curve
 from slim_scheduler.core.types import Joules, Seconds, Watts
 
-UTILIZATION_WINDOW: Seconds = 0.5  # method, section 3
+UTILIZATION_WINDOW: Seconds = 0.5  # method, section 2
 NVML_PERIOD: Seconds = 0.1  # as often as servers report by default
 RAPL = Path("/sys/class/powercap/intel-rapl:0")  # the first package; also on AMD
 MILLI = 1e-3
@@ -201,7 +201,7 @@ def open_probe(device: str, power: Curve | None, servers: int) -> Probe:
         return _nvml_probe(device, servers)
     if servers == 1 and (RAPL / "energy_uj").exists():
         try:
-            return RaplProbe()
+            return RaplProbe(RAPL)
         except OSError:
             pass  # readable by root alone on most machines
     return NoProbe() if power is None else EstimatedProbe(power)

@@ -9,6 +9,8 @@ import torch
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.engine.devices.cuda import exact_float32
 from slim_scheduler.engine.devices.registry import open_device
+from slim_scheduler.model.family import is_family
+from slim_scheduler.model.fit import check_device
 from slim_scheduler.model.folder import load_model
 from slim_scheduler.model.protocol import SegmentSlice
 from slim_scheduler.setup.config import Config, ModelConfig
@@ -19,10 +21,17 @@ UNLIMITED = 1 << 50
 
 @contextmanager
 def slices_of(folder: Path, device: str, precision: str) -> Iterator[Callable[[int, float], SegmentSlice] | None]:
-    """What loads a model's slices on an engine; None for torch's devices, whose slices the model makes itself."""
-    if not device.startswith((*COMPILED, "cpu", "cuda")):
-        raise ConfigError(f"device {device} is not known; give cpu, cuda:N, openvino:CPU or onnxruntime:CPU")
+    """What loads a model's slices on an engine; None for torch's devices, whose slices the model makes itself.
+
+    Raises InputError for a device that is not there, or that cannot run the model.
+    """
     if not device.startswith(COMPILED):
+        kind, _, number = device.partition(":")
+        if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+            raise ConfigError(f"device {device} is not known; give cpu, cuda:N, openvino:CPU or onnxruntime:CPU")
+        if kind == "cuda" and is_family(folder):
+            raise ConfigError(f"device {device} runs no families, {folder} is one; give cpu, or onnxruntime:CUDA")
+        check_device(device)
         exact_float32()  # a GPU serves so
         yield None
         return

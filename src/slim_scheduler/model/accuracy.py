@@ -53,8 +53,9 @@ def measure_folder(
     its manifest.
 
     The held-out table is of the images that `fit` kept out of training, and calibrates; a model without a training
-    record, or measured on other data, gets the test table alone, which then calibrates too. `load` gives slices of
-    an execution engine, where torch on `device` is not meant. `progress` is called with (split, share done).
+    record or without such images, or measured on other data, gets the test table alone, which then calibrates too.
+    `load` gives slices of an execution engine, where torch on `device` is not meant. `progress` is called with (split,
+    share done). Raises DataError for data without test images.
     """
     folder = Path(folder)
     device = "cpu" if load is not None else device
@@ -75,7 +76,7 @@ def measure_folder(
             load=load or partial(_slice, in_precision(model, precision), device),
             progress=partial(progress, split) if progress else None,
         )
-        for split, part in _splits(images, manifest).items()
+        for split, part in _splits(data, images, manifest).items()
     }
     fitted_on = "held-out" if "held-out" in answers else "test"
     calibration = fit_calibration(*answers[fitted_on], fitted_on)
@@ -173,9 +174,16 @@ def _all_slices(model: SlimmableModel, load: LoadSlice) -> dict[tuple[int, float
     return slices
 
 
-def _splits(images: ImageData, manifest: checkpoint.Manifest) -> dict[str, Images]:
+def _splits(data: str | Path, images: ImageData, manifest: checkpoint.Manifest) -> dict[str, Images]:
+    if not len(images.test):
+        raise DataError(
+            f"data {data} has no test images: a class folder gives some from two images on; add images, or make "
+            "folders train and test"
+        )
     splits = {"test": images.test}
     training = manifest.training
     if training is not None and training.data == images.name and training.recipe.held_out > 0:
-        splits["held-out"] = held_out(images.train, training.recipe.held_out, training.seed)[1]
+        away = held_out(images.train, training.recipe.held_out, training.seed)[1]
+        if len(away):  # few images may give none
+            splits["held-out"] = away
     return splits

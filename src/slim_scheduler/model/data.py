@@ -4,7 +4,9 @@ Pixels are uint8, (items, channels, height, width). Readers check sizes before t
 validation images away from the training part; the test part is for the final accuracy alone.
 """
 
+import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +15,17 @@ from slim_scheduler.core.errors import DataError
 from slim_scheduler.model import cifar
 from slim_scheduler.model.images import ImageData, Images
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
 DIGITS_SHAPE = (1, 8, 8)
 DIGITS_SPLIT_SEED = 20260101  # fixed: the held-out third never changes
 DIGITS_TEST_SHARE = 1 / 3
 FOLDER_TEST_SHARE = 1 / 5
+FOLDER_TEST_SEED = -1  # no seed of a training run: its held-out images are drawn from the rest by their names, too
 MOST_PIXELS = 512 * 512  # of one image: all of them are kept in memory
-GREY_MODES = {"1", "L", "LA", "I", "I;16"}
+GREY_16 = {"I", "I;16", "I;16B", "I;16L", "I;16N"}  # Pillow's, of the image files that are read
+GREY_MODES = {"1", "L", "LA", *GREY_16}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by channels
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm")
 
@@ -79,14 +86,15 @@ def digits(size: int | None = None) -> ImageData:
 def class_folders(folder: Path, item_shape: tuple[int, int, int]) -> ImageData:
     """One folder of images per class, under `folder` or under its `train` and `test`; its name is the class's.
 
-    Without `train` and `test`, a stratified fifth is the test part.
+    Without `train` and `test`, about a fifth of each class is the test part, of two images on at least one.
     """
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         classes = _class_names(folder / "train")
         train, test = (_read_classes(folder / part, classes, item_shape) for part in ("train", "test"))
     else:
         classes = _class_names(folder)
-        train, test = held_out(_read_classes(folder, classes, item_shape), FOLDER_TEST_SHARE, DIGITS_SPLIT_SEED)
+        everything = _read_classes(folder, classes, item_shape)
+        train, test = held_out(everything, FOLDER_TEST_SHARE, FOLDER_TEST_SEED, least=1)
     return ImageData(folder.name, classes, train, test, f"class folders {folder.name}")
 
 
@@ -117,14 +125,32 @@ def _shape_of_folder(folder: Path, size: tuple[int, int] | None) -> tuple[int, i
     return 1 if modes <= GREY_MODES else 3, height, width
 
 
-def held_out(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-    """(kept, held out): a stratified share of each class, rounded, the same for the same seed."""
-    generator = np.random.default_rng(seed)
+def held_out(images: Images, share: float, seed: int, least: int = 0) -> tuple[Images, Images]:
+    """(kept, held out): a share of each class, rounded, the same for the same seed.
+
+    An image with a name is held out by its name's hash, so it stays where it is when others are added; the share is
+    then about right. At least one such image of a class is kept, and `least` are held out where it has more: where the
+    hashes of a small class give fewer, these few may change sides.
+    """
     away = np.zeros(len(images), dtype=bool)
-    for label in np.unique(images.labels):
-        rows = generator.permutation(np.flatnonzero(images.labels == label))
-        away[rows[: round(share * len(rows))]] = True
+    if images.names:
+        places = np.array([_place(name, seed) for name in images.names])  # in [0, 1)
+        for label in np.unique(images.labels):
+            rows = np.flatnonzero(images.labels == label)
+            rows = rows[np.argsort(places[rows])]
+            count = int(np.count_nonzero(places[rows] < share))
+            away[rows[: min(max(count, least), len(rows) - 1)]] = True
+    else:
+        generator = np.random.default_rng(seed)
+        for label in np.unique(images.labels):
+            rows = generator.permutation(np.flatnonzero(images.labels == label))
+            away[rows[: round(share * len(rows))]] = True
     return images.take(np.flatnonzero(~away)), images.take(np.flatnonzero(away))
+
+
+def _place(name: str, seed: int) -> float:
+    """Where in [0, 1) an image lies, as if drawn."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode(errors="surrogateescape")).digest()[:6]) / 2**48
 
 
 def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -144,7 +170,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read_classes(folder: Path, classes: tuple[str, ...], item_shape: tuple[int, int, int]) -> Images:
-    pixels, labels = [], []
+    pixels, labels, names = [], [], []
     for label, name in enumerate(classes):
         here = folder / name
         files = sorted(p for p in here.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES) if here.is_dir() else []
@@ -152,7 +178,8 @@ def _read_classes(folder: Path, classes: tuple[str, ...], item_shape: tuple[int,
             raise DataError(f"data {here} has no images ({', '.join(IMAGE_SUFFIXES)}); every class needs some")
         pixels += [read_image(path, item_shape) for path in files]
         labels += [label] * len(files)
-    return Images(np.stack(pixels), np.array(labels, dtype=np.int64))
+        names += [f"{name}/{path.name}" for path in files]
+    return Images(np.stack(pixels), np.array(labels, dtype=np.int64), tuple(names))
 
 
 def read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
@@ -162,11 +189,20 @@ def read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.u
     channels, height, width = item_shape
     try:
         with Image.open(path) as image:
-            resized = image.convert(MODES[channels]).resize((width, height), Image.Resampling.BILINEAR)
+            shown = _in_8_bits(image) if image.mode in GREY_16 else image
+            resized = shown.convert(MODES[channels]).resize((width, height), Image.Resampling.BILINEAR)
     except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise DataError(f"image {path} cannot be read ({error}); replace it or take it out") from None
     array = np.asarray(resized, dtype=np.uint8)
     return array[None] if channels == 1 else array.transpose(2, 0, 1)
+
+
+def _in_8_bits(image: "PILImage") -> "PILImage":
+    """A grey image of 16 bits, whose values above 255 `convert` would make white. Pillow gives some in mode `I`."""
+    from PIL import Image
+
+    values = np.asarray(image).astype(np.int64).clip(0, 65535)  # (height, width)
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
 
 
 def _by(shape: tuple[int, ...]) -> str:

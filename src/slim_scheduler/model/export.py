@@ -15,7 +15,7 @@ from slim_scheduler.model.family import Family, FamilyManifest
 from slim_scheduler.model.folder import load_manifest, load_model
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.model.segment_graph import export_network, network_at
-from slim_scheduler.setup.cache import write_cached
+from slim_scheduler.setup.cache import write_whole
 
 FORMATS = ("onnx", "pt2")
 MOST_BATCH = 4096  # that a `torch.export` program says it takes
@@ -43,7 +43,7 @@ def export_model(folder: Path, widths: tuple[float, ...], form: str, out: Path) 
         content = _program(model, widths)
     if form == "onnx":
         content = _with_metadata(content, manifest, widths)
-    write_cached(out, content)  # whole or not at all
+    write_whole(out, content)  # whole or not at all
     return out
 
 

@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import time
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -421,23 +423,33 @@ def _class_index(
 ) -> tuple[dict[str, int], tuple[str, ...] | None]:
     """Which class each folder is: by label, by number, or, where there are as many as classes, in sorted order."""
     classes = manifest.shape.classes
-    known = {_plain(label): i for i, label in reversed(list(enumerate(manifest.classes)))} if named else {}
-    if all(_plain(name) in known for name in names):
-        return {name: known[_plain(name)] for name in names}, None
+    known = _labelled(names, manifest.classes) if named else {}
+    if len(known) == len(names):
+        return known, None
     if all(name.isdecimal() and int(name) < classes for name in names):
         return {name: int(name) for name in names}, None
     if len(names) == classes:
         return {name: i for i, name in enumerate(names)}, None if named else tuple(names)
     numbers = {str(i) for i in range(classes)}
-    stranger = next((name for name in names if _plain(name) not in known and name not in numbers), names[0])
+    stranger = next((name for name in names if name not in known and name not in numbers), names[0])
     raise DataError(
         f"data {path}: folder {stranger!r} is no class of the networks ({len(names)} folders, {classes} classes); name "
         "folders by label or class number, and give --labels"
     )
 
 
+def _labelled(names: Sequence[str], labels: Sequence[str]) -> dict[str, int]:
+    """The class of every name that is a label, exactly or else but for case, spaces and punctuation."""
+    exact = {label: i for i, label in reversed(list(enumerate(labels)))}
+    alike = Counter(_plain(label) for label in exact)
+    plain = {_plain(label): i for label, i in exact.items() if alike[_plain(label)] == 1}
+    found = {name: exact.get(name, plain.get(_plain(name))) for name in names}
+    return {name: label for name, label in found.items() if label is not None}
+
+
 def _plain(label: str) -> str:
-    return re.sub(r"[^a-z0-9]+", " ", label.lower()).strip()
+    """Letters and digits of any script; letters with marks are the same however they are encoded."""
+    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFC", label).casefold()).strip()
 
 
 def _image_files(folder: Path) -> list[Path]:

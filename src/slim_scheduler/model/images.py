@@ -8,16 +8,21 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images of one split: pixels uint8 (items, channels, height, width), labels int64 (items,)."""
+    """Images of one split: pixels uint8 (items, channels, height, width), labels int64 (items,).
+
+    `names` are `class/file` of each, of images that are files; empty for others.
+    """
 
     pixels: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.int64]
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def take(self, rows: npt.NDArray[np.int64]) -> "Images":
-        return Images(np.ascontiguousarray(self.pixels[rows]), self.labels[rows])
+        names = tuple(self.names[row] for row in rows) if self.names else ()
+        return Images(np.ascontiguousarray(self.pixels[rows]), self.labels[rows], names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,26 @@ class Graph(msgspec.Struct, frozen=True):
 
 def read_onnx(path: Path, size: tuple[int, int] | None = None, layout: Layout | None = None) -> Graph:
     """Reads and checks a file. `size` and `layout` say what the file leaves open. Raises InputError, one line."""
+    return check_onnx(path, _content(path), size, layout)
+
+
+def external_files(path: Path) -> list[Path]:
+    """The files beside a file in which its weights lie. Empty for what `read_onnx` refuses, which says why."""
+    try:
+        model = onnx.load_model_from_string(_content(path))
+        constants = (node for function in model.functions for node in function.node)
+        tensors = (*_tensors(model), *(tensor for node in constants for tensor in _constants(node)))
+        found = {_external_file(path, t)[0] for t in tensors if t.data_location == TensorProto.EXTERNAL}
+    except (DecodeError, InputError):
+        return []
+    return sorted(found)
+
+
+def _content(path: Path) -> bytes:
     length = path.stat().st_size
     if length > MOST_BYTES:
         raise _refuse(path, f"has {length} bytes, at most {MOST_BYTES} are read; serve a smaller network")
-    return check_onnx(path, path.read_bytes(), size, layout)
+    return path.read_bytes()
 
 
 def check_onnx(path: Path, raw: bytes, size: tuple[int, int] | None = None, layout: Layout | None = None) -> Graph:
@@ -199,8 +215,8 @@ def _take_weights(path: Path, model: ModelProto) -> None:
             )
 
 
-def _external(path: Path, tensor: TensorProto, declared: int) -> bytes:
-    """The bytes of a tensor that lie in another file of the same folder."""
+def _external_file(path: Path, tensor: TensorProto) -> tuple[Path, dict[str, str]]:
+    """The other file of the same folder that holds a tensor, and what the tensor says of its place there."""
     said = {entry.key: entry.value for entry in tensor.external_data}
     location = said.get("location", "")
     folder = path.parent.resolve()
@@ -213,6 +229,13 @@ def _external(path: Path, tensor: TensorProto, declared: int) -> bytes:
         )
     if not target.is_file():
         raise _refuse(path, f"its external data {_quote(location)} is missing; put it beside the file")
+    return target, said
+
+
+def _external(path: Path, tensor: TensorProto, declared: int) -> bytes:
+    """The bytes of a tensor that lie in another file of the same folder."""
+    target, said = _external_file(path, tensor)
+    location = said["location"]
     try:
         offset, length = int(said.get("offset", 0)), int(said.get("length", declared))
     except ValueError:
@@ -419,10 +442,14 @@ def _tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Every tensor that the file holds: weights, and constants of nodes."""
     yield from model.graph.initializer
     for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
+        yield from _constants(node)
+
+
+def _constants(node: NodeProto) -> Iterator[TensorProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
 
 
 def _declared_bytes(tensor: TensorProto) -> int:

@@ -5,9 +5,11 @@ the user's cache under a hash of the weights and of everything else that decides
 """
 
 import hashlib
+import inspect
 import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from slim_scheduler.core.errors import InputError
+from slim_scheduler.model.checkpoint import NETWORKS
 from slim_scheduler.model.family import Family
 from slim_scheduler.model.protocol import SegmentSlice, SlimmableModel, StoredNetwork
-from slim_scheduler.setup.cache import cache_folder, write_cached
+from slim_scheduler.setup.cache import cache_folder, write_whole
 
 FORMAT = 1  # of what is exported; another one makes everything new
 OPSET = 18
@@ -40,24 +43,24 @@ class GraphExporter:
 
     def __init__(self, model: SlimmableModel) -> None:
         self._model = model
-        self._weights = "" if isinstance(model, Family) else weights_hash(model)
+        self._network = "" if isinstance(model, Family) else network_hash(model)
 
     def graph(self, segment: int, previous_width: float | None, width: float) -> SegmentGraph:
         """The graph of one piece. Raises InputError for a network that cannot be exported."""
         model = self._model
         if isinstance(model, Family):
             return SegmentGraph(model.graph(width), model.manifest.variant(width).batch, model.preparation(width))
-        key = f"{FORMAT} {OPSET} {torch.__version__} {self._weights} {segment} {previous_width} {width}"
+        key = f"{FORMAT} {OPSET} {torch.__version__} {self._network} {segment} {previous_width} {width}"
         name = hashlib.sha256(key.encode()).hexdigest()
         folder = cache_folder("graphs")
-        for path in folder.glob(f"{name}-*.onnx") if self._weights else ():
+        for path in folder.glob(f"{name}-*.onnx") if self._network else ():
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() == path.stem[-DIGEST:]:
                 return SegmentGraph(content, 0, _as_it_is)
             path.unlink(missing_ok=True)  # cut off, or changed
         content = export_segment(model, segment, previous_width, width)
-        if self._weights:
-            write_cached(folder / f"{name}-{hashlib.sha256(content).hexdigest()}.onnx", content)
+        if self._network:
+            write_whole(folder / f"{name}-{hashlib.sha256(content).hexdigest()}.onnx", content)
         return SegmentGraph(content, 0, _as_it_is)
 
 
@@ -120,17 +123,32 @@ def _exported(module: nn.Module, item: tuple[int, ...], what: str) -> bytes:
     return out.getvalue()
 
 
-def weights_hash(model: SlimmableModel) -> str:
-    """SHA-256 over names and values of all tensors; empty for a network that does not show them."""
-    if not hasattr(model, "state_dict"):
+def network_hash(model: SlimmableModel) -> str:
+    """SHA-256 over names and values of all tensors, and over the source of the class's module where it is not ours.
+
+    Empty for a network that does not show its tensors, or whose source cannot be read: nothing of it is kept.
+    """
+    source = _source_hash(type(model))
+    if source is None or not hasattr(model, "state_dict"):
         return ""
     stored: StoredNetwork = model  # type: ignore[assignment]
-    digest = hashlib.sha256(repr((type(model).__qualname__, model.segments, model.item_shape)).encode())
+    digest = hashlib.sha256(repr((type(model).__qualname__, *source, model.segments, model.item_shape)).encode())
     digest.update(repr(stored.architecture()).encode())
     for name, tensor in stored.state_dict().items():
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
     return digest.hexdigest()
+
+
+def _source_hash(kind: type) -> tuple[str, ...] | None:
+    """The module of a class and its file's SHA-256; () for a network of ours, None where there is no such file."""
+    if f"{kind.__module__}:{kind.__qualname__}" in NETWORKS.values():
+        return ()
+    try:
+        file = inspect.getsourcefile(kind)
+        return None if file is None else (kind.__module__, hashlib.sha256(Path(file).read_bytes()).hexdigest())
+    except (TypeError, OSError):  # built in, or typed at a prompt
+        return None
 
 
 def _as_it_is(x: Tensor) -> npt.NDArray[Any]:

@@ -1,4 +1,5 @@
-"""The user's cache: what can be made again at any time, under a name that says what it was made of."""
+"""The user's cache: what can be made again at any time, under a name that says what it was made of. Its files, and
+others, are written whole."""
 
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ def cache_folder(kind: str) -> Path:
     return Path(root) / "slim-scheduler" / kind
 
 
-def write_cached(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Whole or not at all, also where several processes write the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

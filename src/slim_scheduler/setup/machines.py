@@ -25,13 +25,14 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup import routers
-from slim_scheduler.setup.accuracy_files import TABLE_FILES, accuracy_path, read_accuracy
+from slim_scheduler.setup.accuracy_files import PRECISIONS, TABLE_FILES, accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, DispatchConfig, ServerConfig
 from slim_scheduler.setup.profiles import profile_name, read_profile
 from slim_scheduler.setup.routers import RouterInputs, parse_router
 
 BYTES_PER_S_OF_MBPS = 1e6 / 8
 LOSS_GRACE = 2.5  # so many times the heartbeat timeout: a block that reports leave out for so long was lost
+LIVE_KINDS = ("cpu", "cuda", "openvino", "onnxruntime")  # of devices that compute, before the colon
 COMPILED = ("openvino:", "onnxruntime:")  # devices that run compiled graphs
 # Of the weights: as the graph has them and as its kernels want them. Measured: 2.04 in float32 on both, 1.54 in bf16.
 COMPILED_COPIES = 2
@@ -53,11 +54,18 @@ def load_shape(config: Config) -> ModelShape:
 def find_profile(server: ServerConfig, shape: ModelShape, model: Path) -> Path | None:
     """A server's profile: the file it names, or profiles/DEVICE.json, or profiles/DEVICE-MODEL.json.
 
+    A server that computes in bf16 or fp16 has profiles/DEVICE-PRECISION-MODEL.json, and no other of a live device.
     `profiles` is in the working directory, or beside the `models` folder that holds the model.
     """
     device = server.profile or server.device
-    names = [device, f"profiles/{device}.json", f"profiles/{device}-{shape.name}.json"]
-    names.append(f"profiles/{profile_name(device, server.precision, shape.name)}")
+    any_precision = [f"profiles/{device}.json", f"profiles/{device}-{shape.name}.json"]
+    of_precision = f"profiles/{profile_name(device, server.precision, shape.name)}"
+    if server.precision not in PRECISIONS[1:]:
+        names = [device, *any_precision, of_precision]
+    elif device.partition(":")[0] in LIVE_KINDS:
+        names = [device, of_precision]
+    else:  # a simulated device, whose profile is of whatever it computes in
+        names = [device, of_precision, *any_precision]
     folders = (Path(), model.parent.parent)
     return next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
 
@@ -70,13 +78,19 @@ def load_profiles(config: Config, shape: ModelShape) -> dict[ServerName, Profile
         if path is None:
             raise ProfileError(
                 f"server {server.name}: no profile for {server.profile or server.device} with {shape.name}; "
-                f"measure one with `slim measure --model {config.model.path} --device {server.device}`"
+                f"measure one with `{measure_command(config, server)}`"
             )
         profile = read_profile(path)
         if profile.model != shape.name:
             raise ProfileError(f"profile {path} is of network {profile.model}, but the model is {shape.name}")
         profiles[server.name] = profile
     return profiles
+
+
+def measure_command(config: Config, server: ServerConfig) -> str:
+    """What measures a server's profile."""
+    precision = f" --precision {server.precision}" if server.precision in PRECISIONS[1:] else ""
+    return f"slim measure --model {config.model.path} --device {server.device}{precision}"
 
 
 def in_items_per_second(config: Config) -> Config:

@@ -6,6 +6,7 @@ import msgspec
 
 from slim_scheduler.core.errors import ProfileError
 from slim_scheduler.core.profile import Profile
+from slim_scheduler.setup.cache import write_whole
 
 
 def read_profile(path: Path) -> Profile:
@@ -19,8 +20,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 
 def profile_name(device: str, precision: str, model: str) -> str:

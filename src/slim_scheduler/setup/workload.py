@@ -127,13 +127,20 @@ def _unit_points(until: float, rng: Generator) -> Times:
 
 
 def _trace(workload: WorkloadConfig, rng: Generator) -> Times:
+    """As recorded, from second 0 on; at the rate, from the first arrival on."""
     path = Path(workload.trace or "")
     times = read_trace(path)
+    first, span = times[0], times[-1] - times[0]
     if not workload.trace_at_rate:
+        if first >= workload.duration_s:
+            raise TraceError(
+                f"trace {path} begins at {first:.10g} s, the run ends at workload.duration_s = "
+                f"{workload.duration_s:g}; let arrival_s begin near 0, or set workload.trace_at_rate"
+            )
         return times
-    if not times[-1]:
-        raise TraceError(f"trace {path} has all its arrivals at 0; no speed makes them workload.rate")
-    at_rate: Times = times * (len(times) * workload.items_per_request / workload.rate / times[-1])
+    if not span:
+        raise TraceError(f"trace {path} has all its arrivals at {first:.10g}; no speed makes them workload.rate")
+    at_rate: Times = (times - first) * (len(times) * workload.items_per_request / workload.rate / span)
     return at_rate
 
 

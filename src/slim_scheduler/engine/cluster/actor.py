@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -21,12 +22,15 @@ from slim_scheduler.core.types import Seconds, ServerName, TaskId
 from slim_scheduler.engine.assembly import live_server
 from slim_scheduler.engine.cluster.activation_store import ServerActivations
 from slim_scheduler.engine.cluster.clock import SharedClock
+from slim_scheduler.engine.cluster.ray_connection import gpu_share
 from slim_scheduler.engine.cluster.session import NOTHING, ServerSession
 from slim_scheduler.engine.cluster.wire import decode_block, decode_cancel, decode_poll, encode, join
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.config import Config
+
+SHARE_ERROR = 1e-9  # of a sum of shares, as 10 times 0.1
 
 
 class SessionStart(msgspec.Struct, frozen=True):
@@ -56,6 +60,7 @@ class ServerActor:
         margins: bool,
     ) -> None:
         self._config = on_own_gpus(config, name)
+        self._sharing = servers_on_device(config, name)
         self._name = name
         self._shape = shape
         self._profiles = profiles
@@ -128,12 +133,30 @@ class ServerActor:
             finished,
             incarnation=incarnation,
             margins=self._margins,
+            sharing=self._sharing,
         )
         device = server.executor.device
         with device.thread():
             for segment in range(self._shape.segments):
                 device.unload(device.load(segment, self._shape.widths[0]))
         return server
+
+
+def servers_on_device(config: Config, name: ServerName) -> int:
+    """The most servers of a cluster's configuration that may use the device of one, and so its meter; itself too.
+
+    Any machine may have all servers on CPUs. A GPU holds as many as their shares of it let in, the smallest first.
+    """
+    own = next(server for server in config.servers if server.name == name)
+    if own.on_cpu:
+        return sum(server.on_cpu for server in config.servers)
+    if not own.device.startswith("cuda"):
+        return 1
+    others = sorted(
+        gpu_share(server) for server in config.servers if server.device.startswith("cuda") and server.name != name
+    )
+    taken = list(accumulate([gpu_share(own), *others]))
+    return 1 + sum(share <= 1 + SHARE_ERROR for share in taken[1:])
 
 
 def on_own_gpus(config: Config, name: ServerName) -> Config:

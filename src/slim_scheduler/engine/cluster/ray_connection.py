@@ -90,11 +90,15 @@ class RayConnection:
 
     def needs(self, knobs: ServerConfig) -> dict[str, Any]:
         """What a server asks its machine for."""
-        named = dict(knobs.resources)
-        gpus = named.pop("GPU", float(knobs.device.startswith("cuda")))
-        return {"num_gpus": gpus, "resources": named}
+        named = {name: amount for name, amount in knobs.resources.items() if name != "GPU"}
+        return {"num_gpus": gpu_share(knobs), "resources": named}
 
     def has(self) -> dict[str, float]:
         """What the machines of the cluster offer in all."""
         offered: dict[str, float] = ray.cluster_resources()
         return {name: amount for name, amount in offered.items() if not name.startswith("node:")}
+
+
+def gpu_share(server: ServerConfig) -> float:
+    """How many GPUs a server asks for; a fraction shares one."""
+    return server.resources.get("GPU", float(server.device.startswith("cuda")))

@@ -8,9 +8,7 @@ from slim_scheduler.engine.devices.cpu import CpuDevice
 from slim_scheduler.engine.devices.graphs import Engine, GraphDevice
 from slim_scheduler.model.precision import in_precision
 from slim_scheduler.model.protocol import SlimmableModel
-from slim_scheduler.setup.machines import device_shape
-
-KINDS = ("cpu", "cuda", "openvino", "onnxruntime")
+from slim_scheduler.setup.machines import LIVE_KINDS, device_shape
 
 
 def open_device(
@@ -39,7 +37,7 @@ def open_device(
 
 def check_kind(device: str) -> None:
     """Raises ConfigError for a device of no kind that computes; whether it is there, opening it says."""
-    if device.partition(":")[0] not in KINDS:
+    if device.partition(":")[0] not in LIVE_KINDS:
         raise not_live(device)
 
 
