@@ -215,13 +215,13 @@ def _load(
         sender = HttpSender("127.0.0.1", port, requests, connections)
         tally = Tally()
         if rate is None:
-            start = await closed_loop(sender.send, connections, WARMUP_S + seconds, tally)
+            await closed_loop(sender.send, connections, WARMUP_S + seconds, tally)
         else:
-            start = await open_loop(sender.send, rate, WARMUP_S + seconds, np.random.default_rng(1), tally)
+            await open_loop(sender.send, rate, WARMUP_S + seconds, np.random.default_rng(1), tally)
         await sender.close()
         callers = connections if rate is None else None
-        result = result_of(f"port {port}", rate, callers, 1, seconds, start + WARMUP_S, deadline_ms, tally)
-        return result
+        assert tally.began is not None
+        return result_of(f"port {port}", rate, callers, 1, seconds, tally.began + WARMUP_S, deadline_ms, tally)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())

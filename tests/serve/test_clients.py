@@ -1,7 +1,9 @@
 """The clients that people have: each runs real inference against a real server."""
 
+import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import tritonclient.http.aio as triton_http_aio
 from tritonclient.utils import InferenceServerException
 
 from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient, infer_body
-from tests.serve.wire import Wire
+from tests.serve.wire import Wire, answers, hangs_up, scripted, stays_silent
 
 KSERVE_PYTHON = Path(__file__).parents[2] / ".venv-kserve/bin/python"
 
@@ -272,6 +274,46 @@ async def test_our_async_client(server, images, expected):
         assert await client.ready()
         prediction = await client.infer(images)
         assert np.allclose(prediction.logits, expected, atol=1e-4)
+
+
+def test_a_request_is_sent_again_where_the_server_had_closed_the_kept_connection():
+    with scripted(answers(), answers()) as url, SlimClient(url) as client:
+        assert client.ready()
+        assert client.ready()
+
+
+def test_a_client_works_on_after_a_request_that_timed_out():
+    with scripted(stays_silent, answers()) as url, SlimClient(url, timeout_s=1.0) as client:
+        with pytest.raises(TimeoutError):
+            client.ready()
+        assert client.ready()
+
+
+def test_a_new_connection_that_is_lost_is_no_reason_to_ask_again():
+    with scripted(hangs_up, answers()) as url, SlimClient(url) as client:
+        with pytest.raises(ConnectionError):
+            client.ready()
+        assert client.ready()
+
+
+async def test_our_async_client_passes_over_connections_that_the_server_closed():
+    with scripted(answers(), answers()) as url:
+        async with asyncio.timeout(20), AsyncSlimClient(url) as client:
+            assert await client.ready()
+            (kept,) = client._kept._free
+            while kept.open_for_more:
+                await asyncio.sleep(0.001)
+            assert await client.ready()
+
+
+async def test_the_time_that_connecting_takes_counts_for_the_timeout():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):  # that nobody accepts; for another the queue is full
+            client = AsyncSlimClient(f"http://127.0.0.1:{address[1]}", timeout_s=0.1)
+            async with asyncio.timeout(20):
+                with pytest.raises(TimeoutError):
+                    await client.ready()
 
 
 def test_the_client_needs_none_of_the_servers_packages():

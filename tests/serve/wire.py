@@ -1,8 +1,11 @@
 """Bytes on a socket, for what well-behaved clients never send."""
 
+import contextlib
 import http.client
 import json
 import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,54 @@ def exchange(port: int, data: bytes, timeout: float = 20.0) -> bytes:
         except OSError:
             pass
         return received
+
+
+@contextlib.contextmanager
+def scripted(*turns: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that answers its first connection by the first of these, the second by the second; gives its URL."""
+
+    def serve() -> None:
+        for turn in turns:
+            wire, _ = listener.accept()
+            with wire:
+                wire.settimeout(20.0)
+                turn(wire)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as worker:
+        listener.settimeout(20.0)
+        served = worker.submit(serve)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        served.result()
+
+
+def answers(body: bytes = b"{}") -> Callable[[socket.socket], None]:
+    """Reads one request without a body, answers it, and closes the connection without having said so."""
+
+    def turn(wire: socket.socket) -> None:
+        read_head(wire)
+        wire.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+    return turn
+
+
+def stays_silent(wire: socket.socket) -> None:
+    """Reads until the client closes the connection, and never answers."""
+    with contextlib.suppress(ConnectionError):
+        while wire.recv(65536):
+            pass
+
+
+def hangs_up(wire: socket.socket) -> None:
+    """Closes the connection once it has read a request."""
+    read_head(wire)
+
+
+def read_head(wire: socket.socket) -> None:
+    head = b""
+    while b"\r\n\r\n" not in head:
+        piece = wire.recv(65536)
+        assert piece, "the client closed the connection before its request was whole"
+        head += piece
 
 
 def metrics(port: int) -> dict[str, float]:

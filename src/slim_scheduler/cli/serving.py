@@ -1,12 +1,13 @@
 """`slim serve` and `slim load`: the server, and load on a running one."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slim_scheduler.cli.family import Labels, Means, Stds, found_here, wishes_of
+from slim_scheduler.cli.family import Labels, Means, Stds, found_here, model_folder, wishes_of
 from slim_scheduler.cli.options import examples
 from slim_scheduler.cli.terminal import print_json
 
@@ -46,7 +47,9 @@ def serve(
     data: Annotated[
         str | None, typer.Option("--data", "-d", help="Images to measure FILEs on, as `slim import`.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="Without --config: fp32, bf16, fp16 or auto.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option(help="Without --config: fp32, bf16, fp16 or auto; fp32 by default.")
+    ] = None,
     labels: Labels = None,
     mean: Means = None,
     std: Stds = None,
@@ -97,12 +100,17 @@ def serve(
         raise ConfigError("a model and --config are both given; a configuration names its model: give one of the two")
     if not models and config is None:
         raise ConfigError("give --config FILE, or a model folder, or two or more .onnx or .pt2 files")
+    of_files = {"--data": data, "--labels": labels, "--mean": mean, "--std": std}
+    if config is not None:
+        _refuse_beside("--config", {"--precision": precision, **of_files})
+    elif model_folder(models or []):
+        _refuse_beside("a model folder", of_files)
     chosen = [*(overrides or ()), *([f"router.name={router}"] if router else ())]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if config is not None:
         loaded = load_config(config, tuple(chosen))
     else:
-        found = found_here(models or [], data, lambda: wishes_of(labels, None, None, mean, std), precision)
+        found = found_here(models or [], data, lambda: wishes_of(labels, None, None, mean, std), precision or "fp32")
         loaded = with_overrides(found, chosen)
     run(
         loaded,
@@ -125,6 +133,14 @@ def serve(
         limits=Limits(head_timeout_s=head_timeout_s, body_timeout_s=body_timeout_s),
         announce=lambda line: print(line, flush=True),
     )
+
+
+def _refuse_beside(what: str, options: Mapping[str, object]) -> None:
+    from slim_scheduler.core.errors import ConfigError
+
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)} beside {what} would change nothing: it has its own; leave it out")
 
 
 def load(
@@ -187,7 +203,7 @@ def load(
         write_json(out, document)
     if as_json:
         print_json(document)
-        _fail_unless_answered(result)
+        _conclude(result)
         return
     latency = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in result.latency_s.items() if name != "sd")
     print(f"{result.sent} requests in {result.duration_s:.1f} s: {result.answered} answered, {result.refused} refused, "
@@ -199,10 +215,12 @@ def load(
     if not result.valid:
         lag = result.generator_lag_s["p99"] * 1e3
         print(f"not valid: the generator itself was {lag:.1f} ms late (p99); use a lower rate or another machine")
-    _fail_unless_answered(result)
+    _conclude(result)
 
 
-def _fail_unless_answered(result: "LoadResult") -> None:
-    """A script must not take a load of which nothing was answered for a success."""
+def _conclude(result: "LoadResult") -> None:
+    """A script must not take a load that was interrupted, or of which nothing was answered, for a success."""
+    if result.interrupted:
+        raise KeyboardInterrupt
     if result.sent and not result.answered:
         raise typer.Exit(1)

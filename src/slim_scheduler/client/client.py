@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.client.wire import HttpConnection, request_head
+from slim_scheduler.client.wire import HttpConnection, KeptConnections, request_head
 from slim_scheduler.core.errors import InputError, SlimError
 
 Images = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
@@ -77,7 +77,10 @@ NO_CONSTRAINTS = Constraints()
 
 
 class SlimClient:
-    """One connection to a server, for programs without an event loop. Not for several threads at once."""
+    """One connection to a server, for programs without an event loop. Not for several threads at once.
+
+    A request is sent once more where the server had closed the connection since the last one.
+    """
 
     def __init__(self, url: str, model: str | None = None, token: str | None = None, timeout_s: float = 30.0) -> None:
         self._url = _address(url)
@@ -123,9 +126,23 @@ class SlimClient:
     ) -> tuple[int, dict[str, str], bytes]:
         if self._token:
             headers = {"Authorization": f"Bearer {self._token}", **(headers or {})}
+        kept = self._connection.sock is not None
+        try:
+            try:
+                response = self._begin(method, path, body, headers)
+            except ConnectionError:
+                if not kept:
+                    raise
+                self._connection.close()  # the server had, while nothing was sent on it
+                response = self._begin(method, path, body, headers)
+            return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        except BaseException:
+            self._connection.close()  # what is left of this answer must not be taken for the next one's
+            raise
+
+    def _begin(self, method: str, path: str, body: bytes, headers: dict[str, str] | None) -> http.client.HTTPResponse:
         self._connection.request(method, path, body, headers or {})
-        response = self._connection.getresponse()
-        return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        return self._connection.getresponse()
 
 
 class AsyncSlimClient:
@@ -138,7 +155,7 @@ class AsyncSlimClient:
         self._token = token
         self._timeout = timeout_s
         self._model = model
-        self._free: list[HttpConnection] = []
+        self._kept = KeptConnections()
 
     async def infer(self, images: Images, constraints: Constraints = NO_CONSTRAINTS) -> Prediction:
         """As `SlimClient.infer`. Cancelling it closes the connection, which frees the work at the server."""
@@ -158,8 +175,7 @@ class AsyncSlimClient:
         return (await self._send("GET", "/v2/health/ready"))[0] == 200
 
     async def close(self) -> None:
-        while self._free:
-            self._free.pop().close()
+        self._kept.close()
 
     async def __aenter__(self) -> "AsyncSlimClient":
         return self
@@ -175,15 +191,16 @@ class AsyncSlimClient:
         if self._token:
             headers = {"authorization": f"Bearer {self._token}", **(headers or {})}
         host, port = self._url.hostname or "localhost", self._url.port or 80
-        connection = self._free.pop() if self._free else await HttpConnection.open(host, port)
+        connection = None
         try:
             async with asyncio.timeout(self._timeout):
+                connection = self._kept.take() or await HttpConnection.open(host, port)
                 answer = await connection.send(request_head(method, path, f"{host}:{port}", len(body), headers) + body)
         except BaseException:
-            connection.close()
+            if connection is not None:
+                connection.close()
             raise
-        if connection.open_for_more:
-            self._free.append(connection)
+        self._kept.keep(connection)
         return answer
 
 

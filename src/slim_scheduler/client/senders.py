@@ -7,12 +7,13 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from slim_scheduler.client.client import AsyncSlimClient, Constraints, infer_body
-from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
+from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, KeptConnections, request_head
 
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
 OK = 200
 LONGEST_REASON = 500  # bytes of an answer
 LOST = "lost"  # no connection, or one that ended before the answer
+UNANSWERED = "unanswered"  # given up: no answer came until the load's end
 
 
 class HttpSender:
@@ -22,7 +23,7 @@ class HttpSender:
         self._host = host
         self._port = port
         self._requests = requests
-        self._free: list[HttpConnection] = []
+        self._kept = KeptConnections()
         self.reasons: dict[Status, str] = {}  # what the first answer of a status said, where it was no success
         self._room = asyncio.Semaphore(most)
 
@@ -54,28 +55,23 @@ class HttpSender:
 
     async def send(self, number: int) -> Status:
         async with self._room:
+            connection = None
             try:
-                connection = self._kept() or await HttpConnection.open(self._host, self._port)
+                connection = self._kept.take() or await HttpConnection.open(self._host, self._port)
                 status, _, body = await connection.send(self._requests[number % len(self._requests)])
             except (OSError, ConnectionLostError):
                 return LOST
-            if connection.open_for_more:
-                self._free.append(connection)
+            except asyncio.CancelledError:
+                if connection is not None:
+                    connection.close()
+                raise
+            self._kept.keep(connection)
             if status != OK and status not in self.reasons:
                 self.reasons[status] = body[:LONGEST_REASON].decode(errors="replace")
             return status
 
-    def _kept(self) -> HttpConnection | None:
-        """A connection that the server has not closed while nothing was sent on it."""
-        while self._free:
-            connection = self._free.pop()
-            if connection.open_for_more:
-                return connection
-        return None
-
     async def close(self) -> None:
-        for connection in self._free:
-            connection.close()
+        self._kept.close()
 
 
 def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Generator, count: int = 16) -> list[Any]:

@@ -81,6 +81,29 @@ class HttpConnection(asyncio.Protocol):
         return True
 
 
+class KeptConnections:
+    """Connections to one server that no request uses just now."""
+
+    def __init__(self) -> None:
+        self._free: list[HttpConnection] = []
+
+    def take(self) -> HttpConnection | None:
+        """One that the server has not closed while nothing was sent on it; None where there is none."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.open_for_more:
+                return connection
+        return None
+
+    def keep(self, connection: HttpConnection) -> None:
+        if connection.open_for_more:
+            self._free.append(connection)
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().close()
+
+
 def request_head(method: str, path: str, host: str, length: int, headers: Mapping[str, str] | None = None) -> bytes:
     """The head of a request with a body of `length` bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}", f"content-length: {length}"]
