@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,10 @@ from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.slim_resnet import SlimResNet
 from slim_scheduler.report.measures import flatten
+from slim_scheduler.run.compare import Trial
+from slim_scheduler.run.provenance import measured_commit
 from slim_scheduler.run.runs import simulated_run
-from slim_scheduler.setup.config import TrainingConfig, config_from, load_config, with_preset
+from slim_scheduler.setup.config import TrainingConfig, config_from, load_config, with_overrides, with_preset
 from slim_scheduler.setup.profiles import read_profile
 
 REFERENCE = Path("examples/reference")
@@ -224,3 +228,30 @@ def test_tables_i_and_ii_are_measured_where_the_images_are_given(tmp_path, monke
     assert set(top1) == {*paper.TABLE_I, *paper.TABLE_II}
     assert all(0 <= share <= 100 for share in top1.values())
     assert origin == "measured now on 20 test images"
+
+
+def test_the_papers_runs_are_kept_while_configuration_and_policy_stay_with_the_commit_that_made_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(REFERENCE))
+    import paper
+
+    policy, out = tmp_path / "policy", tmp_path / "out"
+    shutil.copytree(REFERENCE / "policies" / "efficiency", policy)
+    rows = [paper.Row("efficient", f"ppo:{policy}")]
+    first = paper.simulate(rows, [0], 0.002, out, 1)
+    (made,) = out.rglob("made.json")
+    now = json.loads(made.read_text())
+    assert first.commits == {now["commit"]} == {measured_commit(Path())}
+    made.write_text(json.dumps({**now, "commit": "earlier"}))
+    assert paper.simulate(rows, [0], 0.002, out, 1) == (first.rows, {"earlier"})
+    manifest = policy / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    assert paper.simulate(rows, [0], 0.002, out, 1) == first, "another policy: made again"
+    assert json.loads(made.read_text())["policy"] != now["policy"]
+    config = config_from(tomllib.loads((made.parent / "config.toml").read_text()))
+    trial = Trial(rows[0].router, 0, made.parent)
+    assert paper.finished(config, trial) is not None
+    assert paper.finished(with_overrides(config, ["network.mbps=100"]), trial) is None
+    made.unlink()
+    assert paper.finished(config, trial) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.errors import ConfigError, RouterError
 from slim_scheduler.run.provenance import measured_commit
 
 REFERENCE = Path("examples/reference")
@@ -96,6 +96,24 @@ def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(result
     config.write_text(whole.replace("rate = 200.0", "rate = 210.0"))
     assert "0 of 4" in results.table(experiment, results.read_store(stored, "small"), tmp_path)
     assert results.run(experiment, stored, out, 1, tmp_path) == 4
+
+
+def test_a_run_whose_router_raised_is_not_stored(results, tmp_path):
+    config = tmp_path / "cluster.toml"
+    config.write_text(Path("examples/demo/cluster.toml").read_text().replace("../../", f"{Path.cwd()}/"))
+    experiment = results.Experiment(
+        name="broken",
+        says="Broken.",
+        config="cluster.toml",
+        routers=("tests.cli.routers:Broken",),
+        seeds=(0, 1),
+        columns="items",
+        set=("workload.duration_s=0.5", "workload.warmup_s=0.05"),
+    )
+    stored = tmp_path / "stored"
+    with pytest.raises(RouterError, match=r"tests\.cli\.routers:Broken raised .*ZeroDivisionError"):
+        results.run(experiment, stored, tmp_path / "out", 1, tmp_path)
+    assert results.read_store(stored, "broken").runs == []
 
 
 def test_a_load_that_is_whole_is_shown_before_the_others_are(results):

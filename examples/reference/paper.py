@@ -5,10 +5,12 @@
 
 Tables III to V are simulated runs of cluster.toml with `end = "cut"`, all of its length, on seeds 200 to 209.
 `paper-*.toml` are the paper's own PPO to the letter. The ablation, at a share of the length, adds one thing at a time.
-An interrupted run goes on where it stopped: runs that are complete and have the same configuration are not made again.
+An interrupted run goes on where it stopped: runs that are complete and have the same configuration and policy are not
+made again. `made.json` beside each has the commit that it was made at, and the report names the commits of all.
 """
 
 import argparse
+import hashlib
 import os
 import statistics
 import sys
@@ -25,19 +27,20 @@ import torch
 from matplotlib.figure import Figure
 
 from slim_scheduler.cli.terminal import Show, progress
-from slim_scheduler.core.errors import SlimError
+from slim_scheduler.core.errors import ConfigError, SlimError
 from slim_scheduler.core.profile import LatencyTable
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.card import TABLE_I, TABLE_II
 from slim_scheduler.model.data import load_data
 from slim_scheduler.report.measures import Estimate, aggregate
+from slim_scheduler.report.notes import refuse_raising
 from slim_scheduler.report.page import figure_element, write_page
 from slim_scheduler.report.theme import FIGURE_SIZE, drawing, series
 from slim_scheduler.run.compare import Trial, run_simulated, trials
 from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, read_accuracy
-from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.config import Config, config_from, load_config
 from slim_scheduler.setup.profiles import read_profile
 
 HERE = Path(__file__).parent
@@ -46,6 +49,7 @@ POLICIES = HERE / "policies"
 BATCHES = (1, 2, 4, 8, 16, 32)
 IMAGES = 250  # of a batch, tables I and II
 FULL_S = 147.8  # cluster.toml's fitted duration
+MADE = "made.json"
 QUICK = ("paper-", "random")  # a tenth to half of the other rows' time: they come last, so that no core waits long
 
 
@@ -111,6 +115,20 @@ ABLATION = (
 Estimates = Mapping[str, Estimate]
 
 
+class Made(msgspec.Struct, frozen=True):
+    """What a run was made of beside its configuration: the code, and the policy by its manifest's hash."""
+
+    commit: str
+    policy: str
+
+
+class Runs(NamedTuple):
+    """Every row's estimates over the seeds, and the commits at which their runs were made."""
+
+    rows: dict[Row, Estimates]
+    commits: set[str]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -127,13 +145,17 @@ def main() -> None:
     accuracy, origin = uniform_and_mixed(asked.data)  # first: data that is not there is found out at once
     seeds = range(asked.seed, asked.seed + asked.seeds)
     tables = [row for rows in TABLES.values() for row in rows]
-    main_rows = simulate(tables, seeds, asked.scale, asked.out / "tables", asked.workers)
-    ablation = simulate(ABLATION, seeds, min(asked.scale, asked.ablation_scale), asked.out / "ablation", asked.workers)
+    main_rows, commits = simulate(tables, seeds, asked.scale, asked.out / "tables", asked.workers)
+    ablation, others = simulate(
+        ABLATION, seeds, min(asked.scale, asked.ablation_scale), asked.out / "ablation", asked.workers
+    )
+    made_at = sorted(commits | others)
     live = measure_cpu()
     body = [
         "<h1>The paper's experiment, made again</h1>",
         f'<p class="soft">arXiv 2510.09018, tables I to V and figures 1 to 3. Tables III to V: {len(seeds)} seeds from '
-        f"{asked.seed}, {asked.scale:g} of the experiment's 147.8 s, cut at its end.</p>",
+        f"{asked.seed}, {asked.scale:g} of the experiment's 147.8 s, cut at its end. Their runs, and the ablation's, "
+        f"were made at {' and '.join(made_at)}.</p>",
         '<p class="note">Tables III to V are simulated; energy is estimated from assumed power curves; none of the '
         "paper's cards was used. Tables I and II are of models/cifar100, which had a teacher that had seen ImageNet "
         "(docs/model-card.md has its figures without one); the rest is of models/cifar100-lean.</p>",
@@ -145,6 +167,7 @@ def main() -> None:
     write_page(asked.out / "report.html", "The paper's experiment, made again", "\n".join(body))
     kept = {
         "commit": measured_commit(CLONE),
+        "commits_of_runs": made_at,
         "command": " ".join(["python", "examples/reference/paper.py", *sys.argv[1:]]),
         "versions": versions("slim-scheduler", "numpy", "torch"),
         "seconds": round(time.monotonic() - began),
@@ -164,40 +187,58 @@ def main() -> None:
 # Tables III to V, and the ablation
 
 
-def simulate(
-    rows: Sequence[Row], seeds: Sequence[int], scale: float, out: Path, workers: int | None
-) -> dict[Row, Estimates]:
-    """Every row's estimates over the seeds. Runs that are there already, whole and of this configuration, are kept."""
+def simulate(rows: Sequence[Row], seeds: Sequence[int], scale: float, out: Path, workers: int | None) -> Runs:
+    """Runs every row on every seed. Runs that are there already, whole and of the same configuration and policy, are
+    kept. Raises RouterError where a router raised.
+    """
     config = load_config(
         HERE / "cluster.toml",
         (f"workload.duration_s={FULL_S * scale:g}", "workload.end=cut", "workload.warmup_s=0"),
     )
     plan = trials([row.router for row in rows], seeds, out)
     plan.sort(key=lambda trial: Path(trial.router).name.startswith(QUICK))
+    commit = measured_commit(CLONE)
+    made = {row.router: Made(commit, policy_hash(row.router)) for row in rows}
     summaries: dict[str, dict[int, dict[str, Any]]] = {row.router: {} for row in rows}
+    commits: set[str] = set()
     open_trials = []
     for trial in plan:
         kept = finished(config, trial)
         if kept is None:
             open_trials.append(trial)
+            (trial.out / MADE).unlink(missing_ok=True)  # until the new run is whole
         else:
-            summaries[trial.router][trial.seed] = kept
+            summaries[trial.router][trial.seed], commit_of_run = kept
+            commits.add(commit_of_run)
     if open_trials:
+        commits.add(commit)
         with progress(f"{out.name}: {len(open_trials)} of {len(plan)} runs") as show:
             for done in run_simulated(config, open_trials, workers, show):
+                refuse_raising(done.summary)
+                write_json(done.trial.out / MADE, msgspec.to_builtins(made[done.trial.router]))
                 summaries[done.trial.router][done.trial.seed] = done.summary
-    return {row: aggregate([summaries[row.router][seed] for seed in seeds]) for row in rows}
+    return Runs({row: aggregate([summaries[row.router][seed] for seed in seeds]) for row in rows}, commits)
 
 
-def finished(config: Config, trial: Trial) -> dict[str, Any] | None:
-    """The summary of a run that was made before: complete, and of the same configuration and router."""
+def finished(config: Config, trial: Trial) -> tuple[dict[str, Any], str] | None:
+    """The summary and the commit of a run that was made before: complete, and of the same configuration and policy."""
+    wanted = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, name=trial.router))
     try:
         summary = msgspec.json.decode((trial.out / "summary.json").read_bytes())
-        ran = tomllib.loads((trial.out / "config.toml").read_text())
-    except (OSError, msgspec.DecodeError, tomllib.TOMLDecodeError):
+        made = msgspec.json.decode((trial.out / MADE).read_bytes(), type=Made)
+        ran = config_from(tomllib.loads((trial.out / "config.toml").read_text()))
+    except (OSError, ValueError, ConfigError):  # not there, cut off, or of another version
         return None
-    same = ran["workload"]["duration_s"] == config.workload.duration_s and ran["router"]["name"] == trial.router
-    return summary if same and not summary["interrupted"] else None
+    same = ran == wanted and made.policy == policy_hash(trial.router)
+    return (summary, made.commit) if same and not summary["interrupted"] else None
+
+
+def policy_hash(router: str) -> str:
+    """Of the manifest of a learned router's policy, which has the weights' own; empty for other routers."""
+    manifest = Path(router.removeprefix("ppo:")) / "manifest.json"
+    if not router.startswith("ppo:") or not manifest.is_file():  # a run says what it lacks
+        return ""
+    return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
 
 
 COLUMNS = ("accuracy, %", "block latency, s: mean / sd", "block energy, J: mean / sd", "variance: mean / sd", "images")

@@ -30,6 +30,7 @@ from slim_scheduler.cli.terminal import progress
 from slim_scheduler.core.errors import ConfigError, SlimError
 from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.report.measures import Estimate, Measure, estimate, flatten
+from slim_scheduler.report.notes import refuse_raising
 from slim_scheduler.run.compare import run_simulated, trials
 from slim_scheduler.run.frontier import program
 from slim_scheduler.run.provenance import measured_commit, versions
@@ -205,6 +206,7 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
             for done in run_simulated(config, plan, workers, show):
                 if done.summary["interrupted"]:
                     continue
+                refuse_raising(done.summary)
                 router, seed, numbers = names[done.trial.router], done.trial.seed, flatten(done.summary)
                 metrics = {key: numbers.get(key) for key in KEPT}
                 new = Run(load, router, seed, commit, marks[router], metrics)

@@ -15,6 +15,7 @@ import msgspec
 
 from slim_scheduler.core.profile import Curve, Profile
 from slim_scheduler.report.measures import estimate, flatten
+from slim_scheduler.report.notes import refuse_raising
 from slim_scheduler.run.compare import run_simulated, trials
 from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.setup.machines import load_profiles, load_shape
@@ -66,6 +67,7 @@ def main() -> None:
         config = configured(HERE / "below.toml", settings, factor, window, asked.out)
         plan = trials(routers, range(asked.seeds), asked.out / f"{factor:g}-{window.strip(chr(34))}")
         for done in sorted(run_simulated(config, plan, asked.workers), key=lambda done: done.trial.seed):
+            refuse_raising(done.summary)
             found.setdefault((factor, window, done.trial.router), []).append(flatten(done.summary))
     print("| slopes beyond the best utilisation | router |", " | ".join(f"{name}, %" for _, name in FIGURES), "|")
     print("|---|---|" + "---|" * len(FIGURES))

@@ -1,6 +1,8 @@
 """Estimates and paired differences of routers, on numbers that can be checked by hand."""
 
+import re
 from math import sqrt
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from slim_scheduler.core.errors import RecordError
 from slim_scheduler.report.comparison import Comparison
 from slim_scheduler.report.measures import REWARDED, SERVED, aggregate, estimate, flatten
 from slim_scheduler.report.run_folder import RunFolder, by_router
+from slim_scheduler.setup.config import with_overrides
 
 T_975_OF_2 = 4.302653  # Student's t, two degrees of freedom
 
@@ -54,6 +57,18 @@ def test_differences_pair_runs_of_the_same_seed() -> None:
     }
 
 
+def test_a_width_that_one_of_two_routers_never_used_has_a_difference() -> None:
+    comparison = Comparison(
+        {
+            "wide": [{"seed": 0, "width_share": {"1": 1.0}}, {"seed": 1, "width_share": {"0.5": 0.5, "1": 0.5}}],
+            "narrow": [{"seed": 0, "width_share": {"0.5": 1.0}}, {"seed": 1, "width_share": {"0.5": 1.0}}],
+        }
+    )
+    differences = comparison.differences["narrow"]
+    assert differences["width_share.0.5"].runs == (1.0, 0.5)
+    assert differences["width_share.1"].runs == (-1.0, -0.5)
+
+
 def test_nothing_to_compare_is_said() -> None:
     with pytest.raises(RecordError, match="no router"):
         Comparison({})
@@ -66,6 +81,42 @@ def test_every_measure_of_the_tables_is_a_key_of_the_summary(runs: list[RunFolde
 
 def test_runs_are_grouped_by_router(runs: list[RunFolder]) -> None:
     assert {router: len(of) for router, of in by_router(runs).items()} == {"jsq:0.5": 2, "random": 1}
+
+
+def variant(run: RunFolder, folder: str, seed: int, *overrides: str, **summary: str) -> RunFolder:
+    """A run as if it lay in this folder, of this seed and with these settings."""
+    made = RunFolder(run.path)
+    made.path = Path(folder)
+    made.summary = {**run.summary, **summary, "seed": seed}
+    made.config = with_overrides(run.config, overrides)
+    return made
+
+
+def test_runs_of_one_router_with_other_settings_are_not_averaged(runs: list[RunFolder]) -> None:
+    faster = variant(runs[0], "runs/fast", 1, "servers.1.slowdown=1.5", "workload.rate=60")
+    said = "runs/slow and runs/fast differ in servers.1.slowdown: 2.0 and 1.5; they cannot be compared, report them"
+    with pytest.raises(RecordError, match=re.escape(said)):
+        by_router([variant(runs[0], "runs/slow", 0), faster])
+
+
+def test_a_seed_that_one_router_has_twice_is_refused_with_both_folders(runs: list[RunFolder]) -> None:
+    said = "runs/one and runs/again are both of jsq:0.5 with seed 3; leave one out"
+    with pytest.raises(RecordError, match=re.escape(said)):
+        by_router([variant(runs[0], "runs/one", 3), variant(runs[0], "runs/again", 3)])
+
+
+def test_a_seed_may_be_one_simulated_and_one_live(runs: list[RunFolder]) -> None:
+    live = variant(runs[0], "runs/live", 0, mode="live")
+    assert list(by_router([runs[0], live])) == ["jsq:0.5 (simulated)", "jsq:0.5 (live)"]
+
+
+def test_routers_that_had_other_arrivals_are_not_paired(runs: list[RunFolder]) -> None:
+    busier = variant(runs[2], "runs/busier", 0, "workload.rate=60")
+    said = f"{runs[0].path} and runs/busier differ in workload.rate: 50.0 and 60.0"
+    with pytest.raises(RecordError, match=re.escape(said)):
+        by_router([runs[0], busier])
+    elsewhere = variant(runs[2], "runs/elsewhere", 0, "servers.1.slowdown=3")
+    assert list(by_router([runs[0], elsewhere])) == ["jsq:0.5", "random"], "the same arrivals on another cluster"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from slim_scheduler.report.figures import WINDOWS, accuracy_against, over_time
 from slim_scheduler.report.page import tables, write_report
 from slim_scheduler.report.run_folder import RunFolder, by_router, shown
-from slim_scheduler.run.frontier import distances
+from slim_scheduler.run.frontier import distances, hulls
 from slim_scheduler.run.runs import simulated_run
-from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.config import load_config, with_overrides
+from tests.sim.clusters import small_cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +77,16 @@ def test_the_first_picture_is_load_widths_latency_and_accuracy_over_time(page: s
     assert page.index("<svg") < page.index("<table")
     for label in ("load, items/s", "mean width", "p99, ms", "accuracy, %", "jsq:0.5", "random"):
         assert label in first
+
+
+def test_items_that_were_refused_count_in_p99_with_their_age_at_the_runs_end(tmp_path: Path) -> None:
+    workload = {"rate": 1000.0, "duration_s": 2.0, "data": "made-up"}  # some 150 items/s are carried
+    config = small_cluster(tmp_path / "model", workload=workload, dispatch={"max_waiting_items": 1})
+    summary = simulated_run(config, "jsq:1", 0, tmp_path / "run")
+    assert summary["items_rejected"] > summary["items_arrived"] / 2
+    slow = over_time({"jsq:1": [RunFolder(tmp_path / "run")]}).axes[2].get_lines()[0].get_ydata()
+    window_ends = np.linspace(0.0, 2.0, WINDOWS + 1)[1:]
+    assert (np.asarray(slow) >= 1000 * (summary["duration_s"] - window_ends) - 1e-6).all()
 
 
 def late(run: RunFolder, lag: float) -> RunFolder:
@@ -209,6 +222,18 @@ def test_second_passes_are_counted_and_drawn(twice: list[RunFolder], page: str, 
     for said in ("How sure first answers were", "run again", "bound, one pass", "bound, one or two passes"):
         assert said in text
         assert said not in page
+
+
+def test_the_bound_is_drawn_at_the_load_that_came(twice: list[RunFolder]) -> None:
+    run = RunFolder(twice[1].path)
+    half = ("workload.kind=steps", "workload.steps=[[60, 0.5]]", f"workload.rate={2 * run.config.workload.rate}")
+    run.config = with_overrides(run.config, half)  # the same load, told otherwise
+    figure = accuracy_against({"again": [run]}, "energy_per_item_j", "energy, J", bounds=True)
+    assert figure is not None
+    (drawn,) = [line for line in figure.axes[0].get_lines() if line.get_label() == "bound, one pass"]
+    hull = hulls(run.config, run.summary["items_arrived"] / run.summary["measured_s"])["one pass"]
+    assert hull
+    assert list(drawn.get_xdata()) == pytest.approx([energy for energy, _ in hull])
 
 
 def test_who_runs_items_again_is_measured_against_the_bound_that_may(twice: list[RunFolder]) -> None:

@@ -79,10 +79,10 @@ def report(
     from slim_scheduler.report.run_folder import by_router, find_runs
 
     found = find_runs(runs)
+    comparison = Comparison({router: [run.summary for run in of] for router, of in by_router(found).items()})
     page = out or runs[0] / "report.html"
     with progress("drawing"):
         write_report(found, page)
-    comparison = Comparison({router: [run.summary for run in of] for router, of in by_router(found).items()})
     print_comparison(comparison, as_json)
     if not as_json:
         console().print(f"report: {page}", soft_wrap=True)

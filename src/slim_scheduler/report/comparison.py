@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slim_scheduler.core.errors import RecordError
-from slim_scheduler.report.measures import NOTHING, Estimate, Measure, aggregate, estimate, flatten, is_sure
+from slim_scheduler.report.measures import (
+    NOTHING,
+    Estimate,
+    Measure,
+    aggregate,
+    estimate,
+    flatten,
+    is_sure,
+    keys_of,
+    value_of,
+)
 
 
 class Comparison:
@@ -39,8 +49,8 @@ class Comparison:
         """Differences of a router to another, by the seeds that both ran."""
         base = {run["seed"]: flatten(run) for run in self.summaries[other]}
         pairs = [(flatten(run), base[run["seed"]]) for run in self.summaries[router] if run["seed"] in base]
-        keys = dict.fromkeys(key for mine, _ in pairs for key in mine if key != "seed")
-        return {key: estimate([_minus(mine.get(key), theirs.get(key)) for mine, theirs in pairs]) for key in keys}
+        keys = keys_of(flat for pair in pairs for flat in pair)
+        return {key: estimate([_minus(value_of(key, a), value_of(key, b)) for a, b in pairs]) for key in keys}
 
     def to_json(self) -> list[dict[str, Any]]:
         """`compare.json`: per router the metrics, and from the second on their paired difference to the first."""

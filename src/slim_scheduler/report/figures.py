@@ -48,7 +48,7 @@ def over_time(groups: Groups) -> Figure:
             if i == 0:
                 rates = np.bincount(window, minlength=WINDOWS)[:WINDOWS] / np.diff(edges)
                 load.stairs(rates, edges, fill=True, color=SOFT, alpha=0.35, lw=0)
-            ended = np.where(np.isnan(items.ended), run.summary["duration_s"] + started, items.ended)
+            ended = np.where(items.answered, items.ended, run.summary["duration_s"] + started)
             slow = [_percentile_99((ended - items.arrival)[window == k]) for k in range(WINDOWS)]
             p99.plot(middle, 1000 * np.array(slow), color=color, ls=dash, label=router)
             right = [_mean(items.right[(window == k) & items.answered]) for k in range(WINDOWS)]
@@ -209,10 +209,13 @@ def first_margins(groups: Groups) -> Figure:
 
 
 def _bounds(groups: Groups) -> dict[str, list[tuple[float, float]]]:
-    """What accuracy costs at the bound and the runs' load; nothing where profiles or tables are not there."""
-    config = next(iter(groups.values()))[0].config
+    """What accuracy costs at the bound and the runs' mean arrivals; nothing where profiles or tables are not there."""
+    runs = [run for of in groups.values() for run in of]
+    arrived, seconds = (sum(run.summary[key] for run in runs) for key in ("items_arrived", "measured_s"))
+    if not arrived or not seconds:
+        return {}
     try:
-        return hulls(config, config.workload.rate)
+        return hulls(runs[0].config, arrived / seconds)
     except InputError:
         return {}
 

@@ -4,7 +4,7 @@ The terminal's tables, the page's and a comparison's all read this list, so that
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,13 +133,19 @@ def flatten(summary: dict[str, Any], prefix: str = "") -> dict[str, float | None
     return flat
 
 
+def value_of(key: str, flat: Mapping[str, float | None]) -> float | None:
+    """A flattened summary's value of a key that others have. A width that a run never used has share 0 there."""
+    return flat.get(key, 0.0 if key.startswith("width_share.") else None)
+
+
+def keys_of(flats: Iterable[Mapping[str, float | None]]) -> list[str]:
+    """The keys that any of some flattened summaries has; the seed is no measure."""
+    return list(dict.fromkeys(key for flat in flats for key in flat if key != "seed"))
+
+
 def aggregate(summaries: Iterable[dict[str, Any]]) -> dict[str, Estimate]:
-    """One estimate per key over the runs of one router. A width that a run never used has share 0 there."""
+    """One estimate per key over the runs of one router."""
     flats = [flatten(summary) for summary in summaries]
     if not flats:
         raise RecordError("no runs to compare; give at least one seed")
-    keys = list(dict.fromkeys(key for flat in flats for key in flat if key != "seed"))
-    return {
-        key: estimate([flat.get(key, 0.0 if key.startswith("width_share.") else None) for flat in flats])
-        for key in keys
-    }
+    return {key: estimate([value_of(key, flat) for flat in flats]) for key in keys_of(flats)}

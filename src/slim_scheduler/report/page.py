@@ -198,7 +198,7 @@ def _figures(groups: Groups) -> Iterator[str]:
             continue
         drawn = figures.accuracy_against(groups, key, label, scale, bounds)
         if drawn is not None:
-            said = " Lines: the least that the same profiles allow at this load." if bounds else ""
+            said = " Lines: the least that the same profiles allow at the runs' mean arrivals." if bounds else ""
             yield figure_element(drawn, title, f"Up and to the left is better.{said}")
     if figures.runs_again(groups):
         caption = "The difference of an answer's two highest probabilities. Filled: the items that ran again."

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.record.recorder import Record, read_record
 from slim_scheduler.report.notes import router_title
@@ -78,14 +80,63 @@ def _compared(folder: Path) -> dict[str, int]:
 
 
 def by_router(runs: Iterable[RunFolder]) -> dict[str, list[RunFolder]]:
-    """Runs grouped by router, in order of first appearance; live and simulated ones apart."""
+    """Runs grouped by router, in order of first appearance; live and simulated ones apart.
+
+    Raises RecordError where means over a group, or differences that are paired by seed, would mix what cannot be
+    compared: a group with two configurations or with one seed twice, and groups of different workloads.
+    """
     runs = list(runs)
     several = len({run.summary["mode"] for run in runs}) > 1
     groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         name = f"{run.router} ({run.summary['mode']})" if several else run.router
         groups.setdefault(name, []).append(run)
+    for name, of in groups.items():
+        _check_group(name, of)
+    firsts = [of[0] for of in groups.values()]
+    for run in firsts[1:]:
+        _check_same(firsts[0], run, "workload", firsts[0].config.workload, run.config.workload)
     return groups
+
+
+def _check_group(name: str, runs: list[RunFolder]) -> None:
+    """Raises RecordError where runs of one router are not of one configuration, or share a seed."""
+    by_seed: dict[int, RunFolder] = {}
+    for run in runs:
+        _check_same(runs[0], run, "", runs[0].config, run.config)
+        twin = by_seed.setdefault(run.summary["seed"], run)
+        if twin is not run:
+            raise RecordError(
+                f"{twin.path} and {run.path} are both of {name} with seed {run.summary['seed']}; leave one out, or "
+                "report them apart"
+            )
+
+
+def _check_same(one: RunFolder, other: RunFolder, section: str, mine: msgspec.Struct, theirs: msgspec.Struct) -> None:
+    """Raises RecordError where two runs differ in a section of their configurations, or in all of it ("")."""
+    found = _difference(msgspec.to_builtins(mine), msgspec.to_builtins(theirs), section)
+    if found is not None:
+        key, value, another = found
+        raise RecordError(
+            f"{one.path} and {other.path} differ in {key}: {value} and {another}; they cannot be compared, report "
+            "them apart"
+        )
+
+
+def _difference(mine: Any, theirs: Any, key: str) -> tuple[str, Any, Any] | None:
+    """The first key at which two plain trees differ, with both values; None where they are the same."""
+    if mine == theirs:
+        return None
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        inner = [(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}]
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs):
+        inner = [(str(i), a, b) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))]
+    elif isinstance(mine, list | tuple) and key in ("servers", "faults"):
+        return f"the number of {key}", len(mine), len(theirs)
+    else:
+        return key, mine, theirs
+    found = (_difference(a, b, f"{key}.{name}" if key else name) for name, a, b in inner)
+    return next(difference for difference in found if difference is not None)
 
 
 def shown(groups: Mapping[str, list[RunFolder]]) -> dict[str, list[RunFolder]]:
