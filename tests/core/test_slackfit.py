@@ -35,6 +35,13 @@ def test_a_batch_is_no_larger_than_what_waits():
     assert pick(1.0, waiting=3) == Decision("a", 1.0, 2)
 
 
+def test_where_no_group_is_small_enough_one_task_goes_at_the_width_that_its_slack_allows():
+    facts = cluster(server("a", bytes_per_s=1e15), groups=(4, 8))
+    router = SlackFit(facts, Table(), slo=10.0)
+    assert router.decide(view(seen("a"), slack=1.0, waiting=3), RNG) == Decision("a", 1.0, 1)
+    assert router.decide(view(seen("a"), slack=1.0, waiting=5), RNG) == Decision("a", 1.0, 4)
+
+
 def test_in_the_last_segment_only_that_segment_has_to_fit():
     assert pick(0.0801, segment=1, previous=0.5) == Decision("a", 1.0, 8)
     assert pick(0.0799, segment=1, previous=0.5) == Decision("a", 0.5, 8)

@@ -6,10 +6,12 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.escalation import FixedEscalation
 from slim_scheduler.core.types import Decision
 from slim_scheduler.training.environment import ENV_ID, ClusterEnv
 from slim_scheduler.training.episode import Episode
+from slim_scheduler.training.scenario import Scenarios
 from tests.training.clusters import small_table, training_cluster
 
 ONE_ITEM = {"workload": {"kind": "trace", "trace": "", "duration_s": 2.0}}
@@ -21,6 +23,16 @@ def one_item(folder, **sections):
     trace.write_text("arrival_s\n0.5\n")
     workload = {"kind": "trace", "trace": str(trace), "duration_s": 2.0}
     return training_cluster(folder, ({},), workload=workload, **sections)
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [({"loads": [0.5, 1.5]}, r"loads is 0\.5 to 1\.5"), ({"servers": [2, 3]}, "servers is 2 to 3")],
+)
+def test_a_load_cannot_be_drawn_for_arrivals_as_they_were_recorded(tmp_path, training, said):
+    with pytest.raises(ConfigError, match=rf"training\.{said}, .*set workload\.trace_at_rate=true"):
+        Scenarios(one_item(tmp_path, training=training))
+    Scenarios(one_item(tmp_path))
 
 
 def test_a_block_earns_eq_7(tmp_path):
@@ -137,6 +149,20 @@ def test_every_decision_is_credited_once_and_step_returns_the_sum(tmp_path, obse
         if terminated:
             break
     assert sorted(credited) == list(range(1, decisions + 1))
+
+
+def test_the_environment_pays_what_training_credits(tmp_path):
+    def earned(**training):
+        config = training_cluster(tmp_path, workload={"rate": 50_000.0}, training=training)
+        env = ClusterEnv(config, max_decisions=20)
+        env.reset(seed=5)
+        steps = [env.step(np.array([i % 3, 0, 0])) for i in range(20)]
+        return dict(credit for _, _, _, _, info in steps for credit in info["credits"])
+
+    whole, left = earned(), earned(target_delay_s=0.01)
+    assert whole.keys() == left.keys() == set(range(1, 21))
+    assert all(left[number] <= whole[number] for number in whole), "the same, less the price of what it used"
+    assert sum(left.values()) < sum(whole.values())
 
 
 def test_the_same_seed_gives_the_same_episode(tmp_path):

@@ -71,6 +71,18 @@ def test_a_block_that_fills_no_batch_pays_for_its_own():
     assert one == pytest.approx(4.5 * full)
 
 
+def test_a_block_that_a_servers_credit_cuts_short_pays_for_what_goes():
+    def half_launch(segment, previous, width, batch):
+        return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8
+
+    facts = cluster(server("a", half_launch))
+    price = CapacityPrice(Plans(facts, Table(), rho=1.0), 1.0, 0.1)
+    room, none = (view(seen("a", credit=credit), now=1.0, completed=90) for credit in (64, 2))
+    pair = charged(price, room, Decision("a", 0.5, 2))
+    assert charged(price, none, Decision("a", 0.5, 8)) == pytest.approx(pair)
+    assert pair == pytest.approx(2.5 * charged(price, room, Decision("a", 0.5, 8)))  # (0.5 + 0.125) / 2 and 1 / 8
+
+
 def test_a_task_that_shares_a_batch_pays_its_share_of_it():
     def half_launch(segment, previous, width, batch):
         return 0.010 * width * (0.5 + 0.5 * batch / 8) * 8

@@ -27,6 +27,7 @@ from slim_scheduler.core.types import Decision
 from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.setup.machines import router_accuracy
 from slim_scheduler.training.episode import Credit, Episode
+from slim_scheduler.training.price import capacity_price
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
 ENV_ID = "SlimScheduler/Cluster-v0"
@@ -38,7 +39,8 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
     """MultiDiscrete action (server, width, group), each an index into what the configuration lists.
 
     `info` holds `masks` (what may be chosen, one array per part of the action), `decision` (the number of the decision
-    just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. An action that
+    just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. A reward is
+    eq. 7's, less what the decision is charged (`training.target_delay_s`), as `slim train` credits it. An action that
     is masked is replaced by the fallback, as it would be live. The observation is the encoder's: the shared
     figures, then each server's.
     """
@@ -76,6 +78,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
             int(self.np_random.integers(LARGEST_SEED)),
             expected=training.resolved.accuracy == "expected",
             backlog=scenario.backlog,
+            charges=capacity_price(self._config, partial(self._plans, scenario.facts)),
             escalation=escalation_of(self._encoder),
         )
         self._observe(self._episode)
@@ -108,7 +111,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         return np.concatenate(self._masks())
 
     def _weighted(self, credit: Credit) -> float:
-        return credit.reward * credit.tasks if self._by_tasks else credit.reward
+        return credit.net * credit.tasks if self._by_tasks else credit.net
 
     def _observe(self, episode: Episode) -> None:
         if episode.view is not None:

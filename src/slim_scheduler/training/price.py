@@ -6,6 +6,7 @@ prices the widths that the best plan mixes are worth the same, and every other i
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item, server_costs
@@ -13,6 +14,7 @@ from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
 from slim_scheduler.core.view import View
+from slim_scheduler.setup.config import Config
 
 RESTED = 0.05  # of the time: the step in which a device's curve is looked at
 MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it would drown all other rewards
@@ -65,9 +67,10 @@ class CapacityPrice:
             links += size * prices.out_of.get(head.home, 0.0)
         delay_factor = 1.0 if self._target is None else min(MOST_DELAYED, self._delay(view) / self._target)
         worth = self._alpha * delay_factor
-        count = min(head.waiting, self._facts.servers[name].max_batch)
-        seconds = self._seconds(name, head.segment, head.previous_width, decision.width, min(decision.group, count))
-        whole = decision.group >= view.servers[name].takes(count)
+        count, server = min(head.waiting, self._facts.servers[name].max_batch), view.servers[name]
+        sent = server.takes(min(decision.group, count))
+        seconds = self._seconds(name, head.segment, head.previous_width, decision.width, sent)
+        whole = decision.group >= server.takes(count)
         shared = self._shared and whole
         self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared)
 
@@ -98,3 +101,13 @@ class CapacityPrice:
         """Mean time of a task in the system, by Little's law: tasks there, over tasks per second."""
         tasks = view.fifo_length + sum(server.outstanding for server in view.servers.values())
         return tasks / (self._ledger.rate(view) * self._facts.shape.segments)
+
+
+def capacity_price(config: Config, plans: Callable[[], Plans]) -> CapacityPrice | None:
+    """What `[training]` charges the decisions of a run with, beyond eq. 7; None: nothing. `plans`: of its cluster."""
+    training = config.training
+    queue_grows = training.plan_rho != "lp" and training.plan_rho > 1
+    if training.target_delay_s is None and not queue_grows:
+        return None
+    shared = training.charged_batch == "shared"
+    return CapacityPrice(plans(), config.reward.alpha, training.target_delay_s, shared)

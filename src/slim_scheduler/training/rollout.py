@@ -28,8 +28,8 @@ from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_router, router_accuracy
-from slim_scheduler.training.episode import Charges, Credit, Episode
-from slim_scheduler.training.price import CapacityPrice
+from slim_scheduler.training.episode import Credit, Episode
+from slim_scheduler.training.price import capacity_price
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
 LARGEST_SEED = 2**31
@@ -161,7 +161,7 @@ class Actor:
                 int(self._rng.integers(LARGEST_SEED)),
                 expected=training.resolved.accuracy == "expected",
                 backlog=self._scenario.backlog,
-                charges=self._charges(),
+                charges=capacity_price(self._config, self._plans_here),
                 escalation=escalation_of(self._encoder),
             )
             self._teacher = None
@@ -171,15 +171,6 @@ class Actor:
 
     def _plans_here(self) -> Plans:
         return self._plans(self._scenario.facts)
-
-    def _charges(self) -> Charges | None:
-        """What decisions are charged with beyond eq. 7."""
-        training = self._training
-        queue_grows = training.plan_rho != "lp" and training.plan_rho > 1
-        if training.target_delay_s is None and not queue_grows:
-            return None
-        shared = training.charged_batch == "shared"
-        return CapacityPrice(self._plans_here(), self._config.reward.alpha, training.target_delay_s, shared)
 
     def _end(self) -> list[Credit]:
         self._episode.end()

@@ -8,6 +8,7 @@ import msgspec
 from numpy.random import Generator
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import cluster_capacity
 from slim_scheduler.core.router.learned.router import PlanRho, policy_plans
@@ -41,9 +42,10 @@ class PlansOf:
 
 
 class Scenarios:
-    """Draws scenarios from what `[training]` allows."""
+    """Draws scenarios from what `[training]` allows. Raises InputError."""
 
     def __init__(self, config: Config) -> None:
+        _check_trace(config)
         self._config = config = in_items_per_second(config)
         self._shape = load_shape(config)
         self.facts = self._facts(config)
@@ -78,3 +80,17 @@ class Scenarios:
 
     def _facts(self, config: Config) -> RouterFacts:
         return router_facts(config, self._shape, load_profiles(config, self._shape))
+
+
+def _check_trace(config: Config) -> None:
+    """Raises ConfigError where loads are to be drawn, but arrivals are a trace's as recorded, whatever the rate."""
+    workload, training = config.workload, config.training
+    if workload.kind != "trace" or workload.trace_at_rate:
+        return
+    loads = None if training.loads == (1.0, 1.0) else training.loads
+    for key, drawn in (("loads", loads), ("servers", training.servers)):
+        if drawn is not None:
+            raise ConfigError(
+                f"training.{key} is {drawn[0]:g} to {drawn[1]:g}, but a trace as recorded has one load; "
+                "set workload.trace_at_rate=true"
+            )

@@ -3,7 +3,8 @@
 The table has the time through the remaining segments for every batch size and every choice of widths. Larger batches
 come first; among the widths that fit at that batch, the most accurate are taken. SuperServe's workers have no queue and
 run the whole network at once; here the server is the one with the shortest backlog, which is taken off the slack, and
-so is, for each segment that follows, the wait that the head has just had.
+so is, for each segment that follows, the wait that the head has just had. Among the batch sizes are the configuration's
+groups and always 1, so that widths are looked up however few wait.
 """
 
 from bisect import bisect_right
@@ -33,8 +34,8 @@ class SlackFit:
         self._slo = slo
         self._segments = facts.shape.segments
         self._costs = server_costs(facts)
-        self._groups = tuple(sorted(set(facts.groups), reverse=True))
-        self._table = _table(facts, Expectation(facts.shape, accuracy))
+        self._groups = tuple(sorted({1, *facts.groups}, reverse=True))
+        self._table = _table(facts, self._groups, Expectation(facts.shape, accuracy))
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
@@ -61,13 +62,15 @@ class SlackFit:
         return allowed(widths[fits - 1], head.widths) if fits else None
 
 
-def _table(facts: RouterFacts, expectation: Expectation) -> dict[tuple[ServerName, int, Width | None, int], Front]:
+def _table(
+    facts: RouterFacts, groups: tuple[int, ...], expectation: Expectation
+) -> dict[tuple[ServerName, int, Width | None, int], Front]:
     shape = facts.shape
     table = {}
     for name, server in facts.servers.items():
         for segment in range(shape.segments):
             for previous in shape.widths if segment else (None,):
-                for group in {min(group, server.max_batch) for group in facts.groups}:
+                for group in {min(group, server.max_batch) for group in groups}:
                     choices = []
                     for widths in product(shape.widths, repeat=shape.segments - segment):
                         seconds = remaining_time(facts, server, segment, previous, widths, group)
