@@ -127,7 +127,7 @@ def test_a_trace_that_begins_after_the_run_says_so(tmp_path) -> None:
     path = tmp_path / "unix.csv"
     path.write_text("arrival_s\n1700000000\n1700000001\n")
     workload = WorkloadConfig(kind="trace", trace=str(path), duration_s=5.0)
-    with pytest.raises(TraceError, match=r"begins at 1700000000 s, the run ends at .* = 5; .* trace_at_rate"):
+    with pytest.raises(TraceError, match=r"begins at 1700000000 s, the run ends at .* = 5; .*trace_at_rate"):
         generate(workload, 0, 3)
     path.write_text("arrival_s\n4.5\n6\n")
     assert generate(workload, 0, 3).times.tolist() == [4.5]
