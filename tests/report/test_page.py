@@ -228,10 +228,13 @@ def test_the_bound_is_drawn_at_the_load_that_came(twice: list[RunFolder]) -> Non
     run = RunFolder(twice[1].path)
     half = ("workload.kind=steps", "workload.steps=[[60, 0.5]]", f"workload.rate={2 * run.config.workload.rate}")
     run.config = with_overrides(run.config, half)  # the same load, told otherwise
+    measured = run.summary["measured_s"]
+    for key in ("duration_s", "measured_s"):
+        run.summary[key] += 5.0  # it drains, and nothing comes then
     figure = accuracy_against({"again": [run]}, "energy_per_item_j", "energy, J", bounds=True)
     assert figure is not None
     (drawn,) = [line for line in figure.axes[0].get_lines() if line.get_label() == "bound, one pass"]
-    hull = hulls(run.config, run.summary["items_arrived"] / run.summary["measured_s"])["one pass"]
+    hull = hulls(run.config, run.summary["items_arrived"] / measured)["one pass"]
     assert hull
     assert list(drawn.get_xdata()) == pytest.approx([energy for energy, _ in hull])
 

@@ -103,7 +103,7 @@ def test_a_second_signal_ends_the_delay(tmp_path):
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_server_that_is_still_starting_ends_at_once(number, code):
     words = ("tests.serve.slow_start", "serve", "-c", "examples/demo/cluster.toml", "--port", "0", "--grpc-port", "-1")
     with subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:

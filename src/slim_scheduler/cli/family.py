@@ -159,13 +159,14 @@ def cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path
 
 
 def _listing(data: Path) -> list[tuple[str, int, int]]:
-    """(relative name, bytes, time of change in ns) of a folder's files; empty for data of a plain name."""
-    found = []
-    for path in sorted(data.rglob("*")) if data.is_dir() else ():
-        if path.is_file():
-            about = path.stat()
-            found.append((path.relative_to(data).as_posix(), about.st_size, about.st_mtime_ns))
-    return found
+    """(relative name, bytes, time of change in ns) of a file, or of a folder's; empty for data of a plain name."""
+    import os
+
+    found = [data] if data.is_file() else []
+    for folder, _, names in os.walk(data, followlinks=True):
+        found += [Path(folder) / name for name in names]
+    there = [(path, path.stat()) for path in sorted(found) if path.is_file()]
+    return [(path.relative_to(data).as_posix(), about.st_size, about.st_mtime_ns) for path, about in there]
 
 
 def wishes_of(

@@ -211,13 +211,19 @@ def first_margins(groups: Groups) -> Figure:
 def _bounds(groups: Groups) -> dict[str, list[tuple[float, float]]]:
     """What accuracy costs at the bound and the runs' mean arrivals; nothing where profiles or tables are not there."""
     runs = [run for of in groups.values() for run in of]
-    arrived, seconds = (sum(run.summary[key] for run in runs) for key in ("items_arrived", "measured_s"))
-    if not arrived or not seconds:
+    arrived, seconds = sum(run.summary["items_arrived"] for run in runs), sum(_arriving_s(run) for run in runs)
+    if not arrived or not seconds > 0:
         return {}
     try:
         return hulls(runs[0].config, arrived / seconds)
     except InputError:
         return {}
+
+
+def _arriving_s(run: RunFolder) -> float:
+    """Seconds after the warm-up in which items came; while a run drains none do."""
+    lasted, warmup = run.summary["duration_s"], run.summary["duration_s"] - run.summary["measured_s"]
+    return min(float(lasted), run.config.workload.duration_s) - float(warmup)
 
 
 def accuracy_against(groups: Groups, key: str, label: str, scale: float = 1.0, bounds: bool = False) -> Figure | None:

@@ -6,6 +6,7 @@ than an honest large body.
 
 import asyncio
 import zlib
+from concurrent.futures import Executor
 
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 
@@ -15,8 +16,11 @@ INFLATE_INLINE = 256 * 1024
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
-async def inflate(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """Undoes one Content-Encoding. Raises Refusal for a broken, unknown or too large one."""
+async def inflate(body: bytes | bytearray, encoding: str, limit: int, threads: Executor | None = None) -> bytes:
+    """Undoes one Content-Encoding, where much comes of it in one of `threads` (by default the loop's).
+
+    Raises Refusal for a broken, unknown or too large one.
+    """
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise invalid(f"Content-Encoding {quote(encoding)} is not accepted; available: gzip, deflate, identity")
     if len(body) <= INFLATE_INLINE // 8:
@@ -25,7 +29,7 @@ async def inflate(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
         except Refusal as refusal:
             if refusal.kind is not Kind.TOO_LARGE or limit <= INFLATE_INLINE:
                 raise
-    return await asyncio.get_running_loop().run_in_executor(None, inflate_now, body, encoding, limit)
+    return await asyncio.get_running_loop().run_in_executor(threads, inflate_now, body, encoding, limit)
 
 
 def inflate_now(body: bytes | bytearray, encoding: str, limit: int) -> bytes:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -185,7 +186,7 @@ def serve(
             grace_s=grace_s,
             hurry=hurry,
         ) as bound:
-            for number in (signal.SIGTERM, signal.SIGINT):  # before, they end the process at once
+            for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, signalled, number)
             announce(_addresses(access, bound, Path(loaded.model.path).name))
             announce(f"live page: {_page(access, bound.http)}")
@@ -194,6 +195,8 @@ def serve(
     limit_arenas()
     limit_kernels()
     gc.set_threshold(GARBAGE, 20, 100)
+    # Until the server is up there is nothing to drain. A container's first process has no default action to rely on.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
 

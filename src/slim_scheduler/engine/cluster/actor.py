@@ -28,7 +28,7 @@ from slim_scheduler.engine.cluster.wire import decode_block, decode_cancel, deco
 from slim_scheduler.engine.executor import Job
 from slim_scheduler.engine.local.server import LiveServer
 from slim_scheduler.model.protocol import SlimmableModel
-from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.config import Config, ServerConfig
 
 SHARE_ERROR = 1e-9  # of a sum of shares, as 10 times 0.1
 
@@ -145,18 +145,22 @@ class ServerActor:
 def servers_on_device(config: Config, name: ServerName) -> int:
     """The most servers of a cluster's configuration that may use the device of one, and so its meter; itself too.
 
-    Any machine may have all servers on CPUs. A GPU holds as many as their shares of it let in, the smallest first.
+    A machine may have all servers on CPUs that ask for the same named resources. A GPU holds as many of those as their
+    shares of it let in, the smallest first.
     """
     own = next(server for server in config.servers if server.name == name)
+    alike = [server for server in config.servers if _named(server) == _named(own)]
     if own.on_cpu:
-        return sum(server.on_cpu for server in config.servers)
+        return sum(server.on_cpu for server in alike)
     if not own.device.startswith("cuda"):
         return 1
-    others = sorted(
-        gpu_share(server) for server in config.servers if server.device.startswith("cuda") and server.name != name
-    )
+    others = sorted(gpu_share(server) for server in alike if server.device.startswith("cuda") and server.name != name)
     taken = list(accumulate([gpu_share(own), *others]))
     return 1 + sum(share <= 1 + SHARE_ERROR for share in taken[1:])
+
+
+def _named(server: ServerConfig) -> set[str]:
+    return set(dict(server.resources)) - {"GPU"}
 
 
 def on_own_gpus(config: Config, name: ServerName) -> Config:

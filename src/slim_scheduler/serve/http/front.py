@@ -8,6 +8,7 @@ its status with `{"error": ...}`.
 import asyncio
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from slim_scheduler.serve.access import Guard
@@ -48,6 +49,7 @@ class HttpFront:
         self._limits = limits
         self._routes = routes
         self._inflating = asyncio.Semaphore(INFLATED_AT_ONCE)
+        self._inflaters = ThreadPoolExecutor(INFLATED_AT_ONCE, "inflate")  # goes on with what a lost client has sent
         self.responses: dict[int, int] = {}
 
     def check(self, request: HttpRequest, scheme: str) -> int:
@@ -97,7 +99,8 @@ class HttpFront:
         """The same for a body that is compressed."""
         try:
             async with self._inflating:
-                body = await inflate(request.body, encoding.decode("latin-1").strip().lower(), self._limits.body_bytes)
+                named, most = encoding.decode("latin-1").strip().lower(), self._limits.body_bytes
+                body = await inflate(request.body, named, most, self._inflaters)
                 connection.hold(request, body)
             self._let_in(connection, request, served)
         except Refusal as refusal:
