@@ -176,6 +176,10 @@ def test_a_network_that_is_larger_than_the_memory_is_not_measured(
     monkeypatch.setattr("slim_scheduler.engine.measure._memory", lambda device: 100_000)
     line = refused(slim, "measure", "--model", DIGITS, "--device", "cpu", "--out", tmp_path / "profile.json")
     assert "digits cannot be measured in a budget of 100000 bytes" in line
+    assert "on a device with more memory" in line
+    few = ("--memory-gib", "0.00005")
+    line = refused(slim, "measure", "--model", DIGITS, "--device", "cpu", "--out", tmp_path / "profile.json", *few)
+    assert "5e-05 GiB were asked for" in line
     assert not (tmp_path / "profile.json").exists()
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.profile import LatencyTable
@@ -68,6 +69,7 @@ async def test_batch_sizes_that_do_not_fit_into_memory_are_left_out():
         progress=lambda done, of: seen.append((done, of)),
     )
     assert profile.batches == (1, 4)
+    assert profile.notes.endswith("; no memory for batches of 8")
     assert {len(row.seconds) for row in profile.latency_rows} == {2}
     runs = len(profile.latency_rows) * 2 * VISITS
     assert seen == [(done, runs) for done in range(1, runs + 1)]
@@ -75,8 +77,29 @@ async def test_batch_sizes_that_do_not_fit_into_memory_are_left_out():
 
 @pytest.mark.parametrize("budget", [1000, HELD - 1, HELD + ITEM // 2])
 async def test_a_network_that_does_not_fit_is_told_the_budget(budget: int):
-    with pytest.raises(ConfigError, match=rf"tiny cannot be measured in a budget of {budget} bytes.*needs \d+ bytes"):
+    said = rf"tiny cannot be measured in a budget of {budget} bytes.*needs \d+ bytes.*takes more with --memory-gib"
+    with pytest.raises(ConfigError, match=said):
         await measure_model(NETWORK, "cpu", batches=(1, 4), rounds=1, memory_gib=budget / 2**30)
+
+
+@pytest.mark.parametrize("refusal", ["DefaultCPUAllocator: can't allocate memory: 9 bytes", "not enough memory"])
+async def test_a_host_that_refuses_memory_for_larger_inputs_limits_the_batches(
+    monkeypatch: pytest.MonkeyPatch, refusal: str
+):
+    """Torch's allocator may refuse what the budget would have allowed."""
+    drawn = torch.randn
+    left = len(SHAPE.widths) * (SHAPE.segments - 1) + 1  # one part of three items for each kind of input
+
+    def randn(*size: int) -> torch.Tensor:
+        nonlocal left
+        if not left:
+            raise RuntimeError(refusal)
+        left -= 1
+        return drawn(*size)
+
+    monkeypatch.setattr("torch.randn", randn)
+    profile = await measure_model(NETWORK, "cpu", batches=(1, 2, 8), rounds=1)
+    assert profile.batches == (1, 2)
 
 
 def test_the_budget_is_never_more_than_the_device_has():

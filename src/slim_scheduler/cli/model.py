@@ -169,6 +169,10 @@ def measure(
     busy: Annotated[int, typer.Option("--busy", min=0, help="Further servers that compute meanwhile.")] = 0,
     precision: Precision = "fp32",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds over all points, 4 runs each or more.")] = 5,
+    memory_gib: Annotated[
+        float,
+        typer.Option("--memory-gib", min=0.00001, help="For all instances and a batch; larger batches are left out."),
+    ] = 8.0,
     served: Annotated[
         Path | None,
         typer.Option("--served", help="Scaled to what batches take while this configuration's servers serve."),
@@ -191,6 +195,7 @@ def measure(
             threads=threads,
             slowdowns=(1.0,) * (1 + busy),
             rounds=rounds,
+            memory_gib=memory_gib,
             precision=precision,
             progress=lambda done, of: show(done / of),
         )
@@ -213,7 +218,7 @@ def measure(
             table.add_row(str(row.segment), f"{row.width:g}", *(f"{1000 * seconds:.2f}" for seconds in row.mean))
     console().print(f"{profile.model} on {profile.device}, ms per batch (mean)")
     console().print(table)
-    console().print(f"power: {profile.power_source} · profile: {path}", soft_wrap=True)
+    console().print(f"power: {profile.power_source} · {profile.notes} · profile: {path}", soft_wrap=True)
 
 
 def _served(settings: "Config", profile: "Profile") -> "Profile":

@@ -105,7 +105,7 @@ async def measure_model(
         budget = memory_budget(device, memory_gib)
         raise ConfigError(
             f"{model.name} cannot be measured in a budget of {budget} bytes, which has to hold all instances and a "
-            f"batch ({error}); measure it on a device with more memory"
+            f"batch ({error}); {_more_memory(budget, memory_gib)}"
         ) from None
 
 
@@ -132,7 +132,7 @@ class Measurement:
         self._device = device
         self._precision = precision
         self._shape = shape_of(model)
-        self._batches = tuple(batches)
+        self._asked = self._batches = tuple(batches)
         self._threads = threads
         self._pieces = list(_pieces(self._shape) if only is None else _pieces_of(only))
         limit = memory_budget(device, memory_gib)
@@ -182,6 +182,7 @@ class Measurement:
         power, power_source = self._power
         fixed, rate = _load_line(self._shape, self._loads)
         runs = min(len(of_point) for of_point in times.values())
+        left_out = [batch for batch in self._asked if batch not in self._batches]
         return Profile(
             device=device_name(self._device),
             model=self._shape.name,
@@ -193,7 +194,7 @@ class Measurement:
             memory_bytes=_memory(self._device),
             power=power,
             power_source=power_source,
-            notes=_notes(self._device, self._precision, self._threads, len(self._benches) - 1, runs),
+            notes=_notes(self._device, self._precision, self._threads, len(self._benches) - 1, runs, left_out),
             versions=versions(self._device),
         )
 
@@ -278,8 +279,16 @@ def _memory(device: str) -> Bytes:
     return int(psutil.virtual_memory().total)
 
 
-def _notes(device: str, precision: str, threads: int, busy: int, runs: int) -> str:
+def _more_memory(budget: Bytes, memory_gib: float) -> str:
+    """The next step where a budget did not suffice: the device has no more, or more was not asked for."""
+    if budget < int(memory_gib * 2**30):
+        return "measure it on a device with more memory"
+    return f"{memory_gib:g} GiB were asked for, slim measure takes more with --memory-gib"
+
+
+def _notes(device: str, precision: str, threads: int, busy: int, runs: int, left_out: Sequence[int]) -> str:
     how = f"{device} {precision}, {runs} runs of each batch or more, from submission to completion"
     where = "" if device.startswith("cuda") else f", {threads} thread{'s' if threads > 1 else ''} per server"
     crowd = f"; {busy} other servers of the process computed meanwhile" if busy else ""
-    return how + where + crowd
+    lacking = f"; no memory for batches of {', '.join(map(str, left_out))}" if left_out else ""
+    return how + where + crowd + lacking

@@ -18,6 +18,8 @@ from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, Bytes, Seconds, ServerName, Task, Width
 from slim_scheduler.engine.devices.base import Device, Rows
+from slim_scheduler.engine.devices.cpu import cpu_memory_errors
+from slim_scheduler.engine.devices.cuda import cuda_memory_errors
 from slim_scheduler.engine.devices.registry import open_device
 from slim_scheduler.engine.executor import BatchJob, Executor, Job, LoadJob, UnloadJob, slowed_work
 from slim_scheduler.model.protocol import SlimmableModel
@@ -71,8 +73,7 @@ class Bench:
         self._waited = min(slowdown, MOST_WAITED)
         self._executor = Executor("measured", self.device, 1, self._waited, self._finished)
         self._done: asyncio.Future[Job] | None = None
-        self._inputs: dict[tuple[int, Width | None], Rows] = {}
-        self._max_batch = max_batch
+        self._inputs: dict[tuple[int, Width | None], list[tuple[torch.Tensor, int]]] = {}
         self._slowdown = slowdown
 
     async def start(self, loads: int) -> dict[tuple[int, Width], Seconds]:
@@ -106,7 +107,7 @@ class Bench:
         instance = segment * len(self._shape.widths) + self._shape.index(width)
         tasks = [Task(i, i, segment, previous, None, 0.0, None, 0) for i in range(size)]
         batch = Batch(0, instance, segment, width, width, previous, tuple(tasks), 0.0)
-        rows = self._rows(segment, previous)[:size]
+        rows = self._rows(segment, previous, size)
         job = BatchJob(batch, tasks, rows, to_host=segment == self._shape.segments - 1)
         begin = time.perf_counter()
         await self._do(job)
@@ -125,14 +126,16 @@ class Bench:
         if self._done is not None and not self._done.done():
             self._done.set_result(job)
 
-    def _rows(self, segment: int, previous: Width | None) -> Rows:
+    def _rows(self, segment: int, previous: Width | None, size: int) -> Rows:
         """Random activations where a batch finds them: inputs on the host, the others on the device."""
-        if (segment, previous) not in self._inputs:
-            item = self._model.item_shape if previous is None else self._model.activation_shape(segment - 1, previous)
-            where = self.device.name if previous is not None and self.device.name.startswith("cuda") else "cpu"
-            parts = [torch.randn(TOGETHER, *item).to(where) for _ in range(-(-self._max_batch // TOGETHER))]
-            self._inputs[segment, previous] = [(part, row) for part in parts for row in range(TOGETHER)]
-        return self._inputs[segment, previous]
+        rows = self._inputs.setdefault((segment, previous), [])
+        item = self._model.item_shape if previous is None else self._model.activation_shape(segment - 1, previous)
+        where = self.device.name if previous is not None and self.device.name.startswith("cuda") else "cpu"
+        while len(rows) < size:
+            with cpu_memory_errors(), cuda_memory_errors(self.device.name):
+                part = torch.randn(TOGETHER, *item).to(where)
+            rows.extend((part, row) for row in range(TOGETHER))
+        return rows[:size]
 
 
 class Crowd:

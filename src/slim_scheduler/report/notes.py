@@ -64,7 +64,8 @@ def refuse_raising(summary: dict[str, Any]) -> None:
     if summary["router_raised"]:
         raise RouterError(
             f"router {summary['router']} raised {count(summary['router_raised'], 'time')} (seed {summary['seed']}); "
-            f"first: {summary['fallback_reason']}; mend it, or take what the fallback decided with --allow-fallback"
+            f"first: {summary['fallback_reason']}; mend it (`slim simulate`, `slim bench` and `slim compare` take what "
+            "the fallback decided with --allow-fallback)"
         )
 
 
