@@ -1,5 +1,6 @@
 """Estimates and paired differences of routers, on numbers that can be checked by hand."""
 
+import os
 import re
 from math import sqrt
 from pathlib import Path
@@ -108,6 +109,21 @@ def test_a_seed_that_one_router_has_twice_is_refused_with_both_folders(runs: lis
 def test_a_seed_may_be_one_simulated_and_one_live(runs: list[RunFolder]) -> None:
     live = variant(runs[0], "runs/live", 0, mode="live")
     assert list(by_router([runs[0], live])) == ["jsq:0.5 (simulated)", "jsq:0.5 (live)"]
+
+
+def test_simulated_runs_beside_live_ones_may_name_the_images_otherwise(runs: list[RunFolder]) -> None:
+    live = variant(runs[0], "runs/live", 0, "workload.data=/images/digits", mode="live")
+    assert list(by_router([runs[0], live])) == ["jsq:0.5 (simulated)", "jsq:0.5 (live)"]
+    faster = variant(runs[0], "runs/live", 0, "workload.data=/images/digits", "workload.rate=60", mode="live")
+    with pytest.raises(RecordError, match=r"differ in workload\.rate"):
+        by_router([runs[0], faster])
+
+
+def test_two_spellings_of_a_path_are_one_setting(runs: list[RunFolder]) -> None:
+    spelled = os.path.relpath(runs[0].config.model.path)
+    assert spelled != runs[0].config.model.path
+    elsewhere = variant(runs[0], "runs/relative", 1, f"model.path={spelled}")
+    assert {router: len(of) for router, of in by_router([runs[0], elsewhere]).items()} == {"jsq:0.5": 2}
 
 
 def test_routers_that_had_other_arrivals_are_not_paired(runs: list[RunFolder]) -> None:

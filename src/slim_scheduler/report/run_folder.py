@@ -4,6 +4,7 @@ Finds the runs below the folders it is given; what runs write there is `run/runs
 """
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ import msgspec
 from slim_scheduler.core.errors import RecordError
 from slim_scheduler.record.recorder import Record, read_record
 from slim_scheduler.report.notes import router_title
-from slim_scheduler.setup.config import Config, config_from
+from slim_scheduler.setup.config import Config, WorkloadConfig, config_from
 
 RECORD, SUMMARY, CONFIG, COMPARISON = "record.parquet", "summary.json", "config.toml", "compare.json"
 
@@ -95,8 +96,14 @@ def by_router(runs: Iterable[RunFolder]) -> dict[str, list[RunFolder]]:
         _check_group(name, of)
     firsts = [of[0] for of in groups.values()]
     for run in firsts[1:]:
-        _check_same(firsts[0], run, "workload", firsts[0].config.workload, run.config.workload)
+        _check_same(firsts[0], run, "workload", _offered(firsts[0], several), _offered(run, several))
     return groups
+
+
+def _offered(run: RunFolder, several_modes: bool) -> WorkloadConfig:
+    """What came. Beside live runs, which need a folder of images, simulations of the same arrivals may name it."""
+    workload = run.config.workload
+    return msgspec.structs.replace(workload, data="") if several_modes else workload
 
 
 def _check_group(name: str, runs: list[RunFolder]) -> None:
@@ -124,8 +131,13 @@ def _check_same(one: RunFolder, other: RunFolder, section: str, mine: msgspec.St
 
 
 def _difference(mine: Any, theirs: Any, key: str) -> tuple[str, Any, Any] | None:
-    """The first key at which two plain trees differ, with both values; None where they are the same."""
+    """The first key at which two plain trees differ, with both values; None where they are the same.
+
+    Two spellings of one path are the same.
+    """
     if mine == theirs:
+        return None
+    if isinstance(mine, str) and isinstance(theirs, str) and os.path.abspath(mine) == os.path.abspath(theirs):
         return None
     if isinstance(mine, dict) and isinstance(theirs, dict):
         inner = [(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}]
@@ -136,7 +148,7 @@ def _difference(mine: Any, theirs: Any, key: str) -> tuple[str, Any, Any] | None
     else:
         return key, mine, theirs
     found = (_difference(a, b, f"{key}.{name}" if key else name) for name, a, b in inner)
-    return next(difference for difference in found if difference is not None)
+    return next((difference for difference in found if difference is not None), None)
 
 
 def shown(groups: Mapping[str, list[RunFolder]]) -> dict[str, list[RunFolder]]:
