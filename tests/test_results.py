@@ -1,6 +1,7 @@
 """The results page: its tables are those of the stored runs, and an experiment goes on where it stopped."""
 
 import gzip
+import re
 import sys
 from pathlib import Path
 
@@ -93,7 +94,14 @@ def test_an_interrupted_experiment_goes_on_and_a_changed_one_begins_again(result
     assert "seeds 0 to 1" in full
     config.write_text(whole + "\n# a comment changes nothing\n")
     assert results.run(experiment, stored, out, 1, tmp_path) == 0
+    assert results.check(experiment, stored, out, 1, tmp_path) == (2, [])
+    store.runs[0].metrics["reward.mean"] = 0.5
+    (stored / "small.json").write_bytes(msgspec.json.encode(store))
+    again, (differs,) = results.check(experiment, stored, out, 1, tmp_path)
+    assert again == 2
+    assert re.fullmatch(r"small \S+, seed 0: reward\.mean is -?[0-9.]+, stored 0\.5", differs)
     config.write_text(whole.replace("rate = 200.0", "rate = 210.0"))
+    assert results.check(experiment, stored, out, 1, tmp_path) == (0, []), "what is stored is of another configuration"
     assert "0 of 4" in results.table(experiment, results.read_store(stored, "small"), tmp_path)
     assert results.run(experiment, stored, out, 1, tmp_path) == 4
 

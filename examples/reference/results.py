@@ -4,6 +4,7 @@
     python examples/reference/results.py ten        # one of them
     python examples/reference/results.py --look     # two seeds of 4 s each into runs/results-look; the page stays
     python examples/reference/results.py --tables   # the page from what is stored; nothing is run
+    python examples/reference/results.py --check    # the first seed of every row again: is it what is stored?
     SLIM_TRACES=FOLDER python examples/reference/results.py real-code    # FOLDER has the file of real arrivals
 
 A run is stored in results/NAME.json as soon as it has ended, with the commit that it was made at. It is made again
@@ -31,12 +32,12 @@ from slim_scheduler.core.errors import ConfigError, SlimError
 from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.report.measures import Estimate, Measure, estimate, flatten
 from slim_scheduler.report.notes import refuse_raising
-from slim_scheduler.run.compare import run_simulated, trials
+from slim_scheduler.run.compare import Finished, run_simulated, trials
 from slim_scheduler.run.frontier import program
 from slim_scheduler.run.provenance import measured_commit, versions
 from slim_scheduler.run.runs import write_json
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
-from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.setup.machines import load_profiles, load_shape
 
 HERE = Path(__file__).parent
@@ -190,11 +191,7 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
     for load in experiment.loads:
         marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
         names = {whole_name(router): router for router in experiment.routers}
-        settings = experiment.settings(load, folder)
-        if experiment.trace:
-            replayed = f"workload.trace={trace_file(experiment.trace)}"
-            settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
-        config = load_config(folder / experiment.config, settings)
+        config = configured(experiment, load, folder)
         plan = [
             trial
             for trial in trials(list(names), experiment.each_seed, out / experiment.name / load)
@@ -207,9 +204,8 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
                 if done.summary["interrupted"]:
                     continue
                 refuse_raising(done.summary)
-                router, seed, numbers = names[done.trial.router], done.trial.seed, flatten(done.summary)
-                metrics = {key: numbers.get(key) for key in KEPT}
-                new = Run(load, router, seed, commit, marks[router], metrics)
+                router, seed = names[done.trial.router], done.trial.seed
+                new = Run(load, router, seed, commit, marks[router], kept(done))
                 others = [r for r in store.runs if (r.load, r.router, r.seed) != (load, router, seed)]
                 store.runs = sorted([*others, new], key=lambda r: (r.load, r.router, r.seed))
                 store.versions = versions("slim-scheduler", "numpy")
@@ -217,6 +213,52 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
                 write_json(stored / f"{experiment.name}.json", msgspec.to_builtins(store))
                 made += 1
     return made
+
+
+def check(
+    experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE
+) -> tuple[int, list[str]]:
+    """Makes the first seed of every stored row again. Returns how many were made, and what came out otherwise."""
+    store, seed = read_store(stored, experiment.name), experiment.seeds[0]
+    names = {whole_name(router): router for router in experiment.routers}
+    made, otherwise = 0, []
+    for load in experiment.loads:
+        before = {
+            router: store.of(load, router, [seed], made_of(experiment, load, router, folder))
+            for router in names.values()
+        }
+        plan = [t for t in trials(list(names), [seed], out / experiment.name / load) if before[names[t.router]]]
+        if not plan:
+            continue
+        with progress(f"{experiment.name} {load}: {len(plan)} rows") as show:
+            for done in run_simulated(configured(experiment, load, folder), plan, workers, show):
+                if done.summary["interrupted"]:
+                    continue
+                made += 1
+                router, now = names[done.trial.router], kept(done)
+                then = before[router][seed].metrics
+                row = " ".join(filter(None, (experiment.name, load, router)))
+                otherwise += [
+                    f"{row}, seed {seed}: {key} is {now[key]}, stored {then[key]}"
+                    for key in then
+                    if now[key] != then[key]
+                ]
+    return made, otherwise
+
+
+def configured(experiment: Experiment, load: str, folder: Path = HERE) -> Config:
+    """What the runs of a load are of. Raises ConfigError where the trace is not there."""
+    settings = experiment.settings(load, folder)
+    if experiment.trace:
+        replayed = f"workload.trace={trace_file(experiment.trace)}"
+        settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
+    return load_config(folder / experiment.config, settings)
+
+
+def kept(done: Finished) -> dict[str, float | None]:
+    """What of a run is stored."""
+    numbers = flatten(done.summary)
+    return {key: numbers.get(key) for key in KEPT}
 
 
 # Tables
@@ -356,6 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--tables", action="store_true", help="only make the page's tables and figure from what is stored"
     )
+    parser.add_argument("--check", action="store_true", help="make each row's first seed again; nothing is stored")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder of the runs' records")
     parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
     asked = parser.parse_args()
@@ -374,6 +417,19 @@ def main() -> None:
     if asked.tables:
         write(experiments)
         return
+    if asked.check:
+        again = asked.out.with_name(asked.out.name + "-check")
+        differ = False
+        for listed in chosen:
+            made, otherwise = check(listed, STORED, again, asked.workers)
+            print(
+                *otherwise,
+                f"{listed.name}: {made} rows made again, {len(otherwise)} numbers differ",
+                sep="\n",
+                flush=True,
+            )
+            differ |= bool(otherwise)
+        sys.exit(differ)
     for experiment in chosen:
         print(f"{experiment.name}: {run(experiment, STORED, asked.out, asked.workers)} runs made", flush=True)
         write(experiments)
