@@ -107,6 +107,14 @@ def test_the_list_of_names_has_every_kind() -> None:
         assert kind in usages()
 
 
+def test_every_router_is_tested_by_name_and_in_the_readme() -> None:
+    readme = Path("README.md").read_text()
+    tested = {parse_router(name).kind for name in GOOD}
+    for kind, router in ROUTERS.items():
+        assert kind in tested or parse_router(router.usage[0]).needs_files
+        assert f"`{router.usage[0]}`" in readme
+
+
 @pytest.mark.parametrize("name", ["jsq@runs/random", "tests.cli.routers:Shortest"])
 def test_the_management_interface_reads_no_file_and_imports_no_code(name: str) -> None:
     assert parse_router(name).needs_files

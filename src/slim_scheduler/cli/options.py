@@ -11,7 +11,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key, such as servers.0.max_batch=64; repeatable."),
 ]
 Router = Annotated[
-    str | None, typer.Option("--router", "-r", help="Router name; the configuration's router.name by default.")
+    str | None, typer.Option("--router", "-r", help="Such as jsq:0.5, lp, module:Class; router.name by default.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything left to chance.")]
 AllowFallback = Annotated[

@@ -76,7 +76,9 @@ def serve(
     grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that requests in flight have after that.")] = 30.0,
     head_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's head.")] = 10.0,
     body_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's body.")] = 30.0,
-    router: Annotated[str | None, typer.Option("--router", "-r", help="Router; the file's by default.")] = None,
+    router: Annotated[
+        str | None, typer.Option("--router", "-r", help="Such as jsq:0.5, lp; the file's by default.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything left to chance.")] = 0,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; repeatable.")

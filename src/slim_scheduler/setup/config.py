@@ -198,7 +198,9 @@ class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who decides."""
 
-    name: Annotated[str, key("user", "the router, with its argument: `jsq:0.5`, `lp`, `ppo:FOLDER`")] = "random"
+    name: Annotated[
+        str, key("user", "the router, with its argument: `jsq:0.5`, `lp`, `ppo:FOLDER`, `module:Class`")
+    ] = "random"
     groups: Annotated[tuple[int, ...], key("paper", "group sizes that the learned router and `random` choose from")] = (
         1, 2, 4, 8, 16, 32,
     )  # fmt: skip
