@@ -218,7 +218,10 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
 def check(
     experiment: Experiment, stored: Path, out: Path, workers: int | None = None, folder: Path = HERE
 ) -> tuple[int, list[str]]:
-    """Makes the first seed of every stored row again. Returns how many were made, and what came out otherwise."""
+    """Makes the first seed of every stored row again, and says of each what came out.
+
+    Returns how many were made, and what came out otherwise.
+    """
     store, seed = read_store(stored, experiment.name), experiment.seeds[0]
     names = {whole_name(router): router for router in experiment.routers}
     made, otherwise = 0, []
@@ -238,11 +241,13 @@ def check(
                 router, now = names[done.trial.router], kept(done)
                 then = before[router][seed].metrics
                 row = " ".join(filter(None, (experiment.name, load, router)))
-                otherwise += [
+                differ = [
                     f"{row}, seed {seed}: {key} is {now[key]}, stored {then[key]}"
                     for key in then
                     if now[key] != then[key]
                 ]
+                print("\n".join(differ) or f"{row}, seed {seed}: as stored", flush=True)  # not lost on Ctrl-C
+                otherwise += differ
     return made, otherwise
 
 
@@ -422,12 +427,7 @@ def main() -> None:
         differ = False
         for listed in chosen:
             made, otherwise = check(listed, STORED, again, asked.workers)
-            print(
-                *otherwise,
-                f"{listed.name}: {made} rows made again, {len(otherwise)} numbers differ",
-                sep="\n",
-                flush=True,
-            )
+            print(f"{listed.name}: {made} rows made again, {len(otherwise)} numbers differ", flush=True)
             differ |= bool(otherwise)
         sys.exit(differ)
     for experiment in chosen:
@@ -442,5 +442,5 @@ if __name__ == "__main__":
         print(f"results: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("results: interrupted; what was finished is stored, the same command goes on", file=sys.stderr)
+        print("results: interrupted; what was made is stored, and what was checked is said above", file=sys.stderr)
         sys.exit(130)
