@@ -50,12 +50,12 @@ class Client:
 
 
 def ask(
-    front: HttpFront, images: np.ndarray, constraints: Constraints, compressed: bool = False
+    front: HttpFront, images: np.ndarray, constraints: Constraints, compressed: bool = False, json_less: int = 0
 ) -> "asyncio.Future[int]":
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
-    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % length}
+    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % (length - json_less)}
     if compressed:
         body, headers[b"content-encoding"] = gzip.compress(body, 1), b"gzip"
     front.take(
@@ -130,7 +130,7 @@ async def test_who_would_be_late_behind_those_who_wait_is_refused_at_once(servic
 async def test_the_like_of_a_refused_request_is_refused_and_counted_until_something_happens(
     service, images, monkeypatch
 ):
-    monkeypatch.setattr("slim_scheduler.serve.service.JUST_READ", 60.0)  # however slow this machine is
+    monkeypatch.setattr("slim_scheduler.serve.http.front.JUST_READ", 60.0)  # however slow this machine is
     nothing: Any = None
     front = HttpFront(service, nothing, Limits(), nothing)
     served = service.repository.served["digits"]
@@ -150,6 +150,7 @@ async def test_the_like_of_a_refused_request_is_refused_and_counted_until_someth
     time.sleep(1.2 * DEADLINE_SHARE * 2.0)
     late = [asking(2000.0) for _ in range(4)]
     assert again == [True] * 3, "the first was offered"
+    assert ask(front, images[:2], Constraints(deadline_ms=2000.0), json_less=1).result() == 400, "another head"
     assert asking(2000.0, items=1).result() == 503, "another size"
     assert asking(60_000.0).done() is False, "another deadline"
     assert [answer.result() for answer in [*late, asking(2000.0)]] == [503] * 5

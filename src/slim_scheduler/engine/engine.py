@@ -134,6 +134,7 @@ class SlimEngine:
         self.fleet = LocalFleet(parts, devices or {}) if fleet is None else fleet(parts)
         self._host = Host(dispatcher, timed, self.fleet, self._timelines, self._answer, self._took)
         self._waiting: dict[RequestId, Ticket] = {}
+        self._refused: Ticket | None = None  # the last offer that was
         self._emptied: asyncio.Future[None] | None = None  # where somebody waits until nothing is in flight
         self._next_item: ItemId = 0
         self._next_request: RequestId = 0
@@ -348,12 +349,13 @@ class SlimEngine:
         reply = self._host.ask(RequestOffered(limits.request(ticket.request_id, ticket.items, read)))
         if reply is not None:
             ticket.refused = reply.reason, reply.retry_after or 1.0
+            self._refused = ticket
         return ticket
 
     def offer_again(self, refused: Ticket) -> bool:
-        """Whether one more request like an offer that this engine refused is refused for the same reason, and counted.
-        If not, it can be offered."""
-        return self._host.ask_again(refused.request_id)
+        """Whether one more request like an offer that was refused is refused for the same reason, and counted. If not,
+        it can be offered: this engine has refused another since, or something has happened."""
+        return refused is self._refused and self._host.ask_again(refused.request_id)
 
     def bring(self, ticket: Ticket, items: npt.NDArray[Any], answered: Answered, timeline: bool = False) -> None:
         """The items of an offer that was not refused just now. It comes in when the dispatcher takes it; `answered` is

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,7 +19,6 @@ from slim_scheduler.core.errors import DataError, InputError
 from slim_scheduler.core.types import ServerName
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
-from slim_scheduler.serve.parameters import Asked
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, ModelConfig
@@ -27,7 +26,7 @@ from slim_scheduler.setup.machines import load_shape
 from slim_scheduler.setup.routers import parse_router
 
 if TYPE_CHECKING:
-    from slim_scheduler.engine.engine import SlimEngine, Ticket
+    from slim_scheduler.engine.engine import SlimEngine
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +38,6 @@ Build = Callable[[Config, Observer], "SlimEngine"]
 Counts = dict[str, dict[str, int]]
 
 
-class Refused(NamedTuple):
-    """An offer that the engine refused, and what its client had asked for."""
-
-    asked: Asked
-    ticket: "Ticket"
-
-
 class Served:
     """One loaded model: its card, its engine, and engines of before that still finish their requests."""
 
@@ -55,7 +47,6 @@ class Served:
         self.engine = engine
         self.observer = observer
         self.accuracy = _accuracy(engine.config)
-        self.refused: Refused | None = None  # last, by this engine
         self.finishing: list[SlimEngine] = []
         self._past: Counts = {}
         self._precisions_of: Config | None = None
@@ -84,7 +75,7 @@ class Served:
     def point_to(self, engine: "SlimEngine", config: Config, card: ModelCard) -> "SlimEngine":
         """Serves new requests with another engine; returns the old one, which must be retired."""
         old, self.engine, self.config, self.card = self.engine, engine, config, card
-        self.accuracy, self.refused = _accuracy(engine.config), None
+        self.accuracy = _accuracy(engine.config)
         self.finishing.append(old)
         return old
 

@@ -27,7 +27,7 @@ from slim_scheduler.serve.memory import MemoryBudget
 from slim_scheduler.serve.metadata import PLATFORM, VERSION
 from slim_scheduler.serve.parameters import Asked
 from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, invalid, quote
-from slim_scheduler.serve.repository import Refused, Repository, Served
+from slim_scheduler.serve.repository import Repository, Served
 from slim_scheduler.serve.tracing import Trace
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ EXTENSIONS = (
 
 
 FLOAT_BYTES = 4  # an element of an input, as the engine keeps it
-JUST_READ = 0.01  # of its deadline: who waited longer may be refused for that, which says nothing of others
 
 
 class State(Enum):
@@ -84,31 +83,30 @@ class Service:
     def offer(self, served: Served, asked: Asked, items: int, read: float) -> "Ticket":
         """Whether a request of so many items may come in, which was read at `read` on the monotonic clock.
 
-        Raises Refusal for what would find the queue full, or would be late. Otherwise `begin` follows, or the engine's
-        `withdraw`.
+        What would find the queue full, or would be late, is `refused` in the ticket. Otherwise `begin` follows, or the
+        engine's `withdraw`. Raises Refusal where nothing is served any more.
         """
         self._check_serving(served)
         waited = time.monotonic() - read
-        last = served.refused
-        if last is not None and last.asked is asked and len(last.ticket.items) == items:
-            if served.engine.offer_again(last.ticket):
-                raise self._refusal(served, last.ticket, waited)
-            served.refused = None
         less, _ = _what_can_be_met(served, asked)
         ticket = served.engine.offer(items, limits_of(less, less.deadline), waited)
         if ticket.refused is not None:
-            if asked.deadline is None or time.monotonic() - read < JUST_READ * asked.deadline:
-                served.refused = Refused(asked, ticket)
-            raise self._refusal(served, ticket, waited)
+            served.observer.finished(Outcome.REJECTED, waited, 0.0)
         return ticket
 
-    def _refusal(self, served: Served, ticket: "Ticket", waited: Seconds) -> Refusal:
-        assert ticket.refused is not None
-        served.observer.finished(Outcome.REJECTED, waited, 0.0)
-        return Refusal(Kind.UNAVAILABLE, *ticket.refused)
+    def offer_again(self, served: Served, refused: "Ticket", read: float) -> bool:
+        """Whether a request like an offer that the model's engine refused is refused for the same reason, and
+        counted."""
+        if not (self._serves(served) and served.engine.offer_again(refused)):
+            return False
+        served.observer.finished(Outcome.REJECTED, time.monotonic() - read, 0.0)
+        return True
+
+    def _serves(self, served: Served) -> bool:
+        return self.state in (State.SERVING, State.DRAINING) and served.engine.running
 
     def _check_serving(self, served: Served) -> None:
-        if self.state not in (State.SERVING, State.DRAINING) or not served.engine.running:
+        if not self._serves(served):
             raise Refusal(Kind.UNAVAILABLE, "the server or this model is stopping; send this elsewhere or later", 1.0)
 
     def begin(

@@ -8,16 +8,18 @@ its status with `{"error": ...}`.
 import asyncio
 import logging
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from slim_scheduler.serve.access import Guard
 from slim_scheduler.serve.compression import inflate
-from slim_scheduler.serve.decode import InferenceCall, call_of, read_header
+from slim_scheduler.serve.decode import LONGEST_REMEMBERED, InferenceCall, InferHeader, call_of, read_header
 from slim_scheduler.serve.encode import Answer, encode_answer
 from slim_scheduler.serve.http import asgi
 from slim_scheduler.serve.http.connection import Connection
-from slim_scheduler.serve.http.fields import compressed, traceparent, whole_number
+from slim_scheduler.serve.http.fields import HeaderMap, compressed, traceparent, whole_number
 from slim_scheduler.serve.http.reply import JSON, Field, Reply, refused
 from slim_scheduler.serve.http.request import HttpRequest
 from slim_scheduler.serve.http.routes import SMALL_BODY
@@ -27,6 +29,9 @@ from slim_scheduler.serve.refusal import DEFECT, Kind, Refusal, quote
 from slim_scheduler.serve.repository import Served
 from slim_scheduler.serve.service import Service
 
+if TYPE_CHECKING:
+    from slim_scheduler.engine.engine import Ticket
+
 log = logging.getLogger(__name__)
 
 INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -35,6 +40,27 @@ BINARY = (b"content-type", b"application/octet-stream")
 ENCODED_INLINE = 8192
 # Each takes up to twice `body_bytes` before the budget of all requests knows its size.
 INFLATED_AT_ONCE = 2
+JUST_READ = 0.01  # of its deadline: who waited longer may be refused for that, which says nothing of others
+
+
+class _Refused(NamedTuple):
+    """An offer that an engine refused, how it had been asked for, and what was said to it."""
+
+    target: bytes
+    headers: HeaderMap
+    json: bytes  # which the numbers follow
+    size: int  # of the body
+    ticket: "Ticket"
+    reply: Reply
+
+    def is_like(self, request: HttpRequest) -> bool:
+        """Whether this asks the same, whatever the numbers are."""
+        return (
+            len(request.body) == self.size
+            # As tuples: a known head's fields are one object, which is equal to itself at once.
+            and (request.target, request.headers) == (self.target, self.headers)
+            and request.body.startswith(self.json)
+        )
 
 
 class HttpFront:
@@ -48,6 +74,7 @@ class HttpFront:
         self._guard = guard
         self._limits = limits
         self._routes = routes
+        self._refused: _Refused | None = None  # last, if the like of it may be refused too
         self._inflating = asyncio.Semaphore(INFLATED_AT_ONCE)
         self._inflaters = ThreadPoolExecutor(INFLATED_AT_ONCE, "inflate")  # goes on with what a lost client has sent
         self.responses: dict[int, int] = {}
@@ -72,7 +99,7 @@ class HttpFront:
             encoding = request.headers.get(b"content-encoding", b"identity")
             if encoding != b"identity":
                 connection.serve(self._inflate(connection, request, served, encoding))
-            else:
+            elif not self._refused_again(connection, request, served):
                 self._let_in(connection, request, served)
         except Refusal as refusal:
             self._answer(connection, request, refused(refusal))
@@ -80,11 +107,29 @@ class HttpFront:
             log.exception("a defect of the server, in infer")
             self._answer(connection, request, refused(DEFECT))
 
+    def _refused_again(self, connection: Connection, request: HttpRequest, served: Served) -> bool:
+        """Whether this is like the last that was refused, and is refused too, without being read."""
+        last = self._refused
+        if last is None or not last.is_like(request):
+            return False
+        if not self._service.offer_again(served, last.ticket, request.read):
+            self._refused = None
+            return False
+        status, fields, body = last.reply
+        self._answer(connection, request, (status, fields.copy(), body))
+        return True
+
     def _let_in(self, connection: Connection, request: HttpRequest, served: Served) -> None:
-        """To the model's engine. Raises Refusal, also for who would be late: before the numbers are looked at."""
+        """To the model's engine, unless it would be late, which is said before the numbers are looked at. Raises
+        Refusal."""
         json_length = whole_number(request.headers, b"inference-header-content-length")
         header = read_header(request.body, json_length, served.card, self._limits)
         ticket = self._service.offer(served, header.asked, header.items, request.read)
+        if ticket.refused is not None:
+            status, fields, body = refused(Refusal(Kind.UNAVAILABLE, *ticket.refused))
+            self._remember(request, header, ticket, (status, fields.copy(), body))
+            self._answer(connection, request, (status, fields, body))
+            return
         try:
             call = call_of(header, request.body, served.card)
             ended = partial(self._ended, connection, request, served.card, call)
@@ -94,6 +139,13 @@ class HttpFront:
             served.engine.withdraw(ticket)
             raise
         connection.when_lost(inference.cancel)
+
+    def _remember(self, request: HttpRequest, header: InferHeader, ticket: "Ticket", reply: Reply) -> None:
+        """A refusal that may be that of others too."""
+        deadline, waited = header.asked.deadline, time.monotonic() - request.read
+        if header.size <= LONGEST_REMEMBERED and (deadline is None or waited < JUST_READ * deadline):
+            json, size = bytes(request.body[: header.size]), len(request.body)
+            self._refused = _Refused(request.target, request.headers, json, size, ticket, reply)
 
     async def _inflate(self, connection: Connection, request: HttpRequest, served: Served, encoding: bytes) -> None:
         """The same for a body that is compressed."""
