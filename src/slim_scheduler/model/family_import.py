@@ -47,7 +47,8 @@ from slim_scheduler.setup.accuracy_files import TABLE_FILES, table_file, write_a
 
 MOST_VARIANTS = 16
 COST_BATCH = 4
-COST_RUNS = 5
+COST_RUNS = 5  # at least
+COST_SECONDS = 0.2  # per network, at least: of brief runs there must be some that nothing disturbs
 BATCH = 16  # images through all variants at a time
 SAME_ANSWER = 1e-2  # between a graph's scores at one batch size and at another, of the largest score
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -259,16 +260,20 @@ def _with_open_batch(candidate: _Candidate) -> _Candidate:
 
 
 def _by_cost(candidates: list[_Candidate], progress: Progress) -> list[_Candidate]:
-    """Cheapest first, by seconds per item on one thread: the least of a few runs, because a disturbance only adds."""
+    """Cheapest first, by seconds per item on one thread: the least of many runs in turns, because a disturbance only
+    adds."""
     sessions = [GraphSession(c.graph.content, 1, batch=c.graph.facts.batch, name=c.path.name) for c in candidates]
     images = [_random_images(c.graph, COST_BATCH) for c in candidates]
     seconds: list[list[float]] = [[] for _ in candidates]
-    for run in range(COST_RUNS + 1):
+    run, end = 0, time.perf_counter() + COST_SECONDS * len(candidates)
+    while run <= COST_RUNS or time.perf_counter() < end:
         for i, session in enumerate(sessions):
-            progress(0.1 + 0.1 * (run + i / len(sessions)) / (COST_RUNS + 1), f"timing {candidates[i].path.name}")
+            if run <= COST_RUNS:
+                progress(0.1 + 0.1 * (run + i / len(sessions)) / (COST_RUNS + 1), f"timing {candidates[i].path.name}")
             begin = time.perf_counter()
             session.run(images[i])
             seconds[i].append((time.perf_counter() - begin) / COST_BATCH)
+        run += 1
     timed = [c._replace(cost_s=min(s[1:])) for c, s in zip(candidates, seconds, strict=True)]
     return sorted(timed, key=lambda c: c.cost_s)
 
