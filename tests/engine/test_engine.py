@@ -291,3 +291,16 @@ async def test_an_offer_that_nobody_waits_for_any_more_is_cancelled_wherever_it_
     assert [result.outcome for result in results] == [Outcome.CANCELLED] * 2 + [Outcome.ANSWERED]
     assert engine.counts["requests"]["cancelled"] == 2
     assert not engine._timelines._followed
+
+
+async def test_what_an_engine_refused_says_nothing_of_another_engine():
+    config = config_of(dispatch={"max_waiting_items": 1})
+    async with engine_of(config) as old, engine_of(config) as new:
+        old_offers, new_offers = ([engine.offer(1, RequestLimits()) for _ in range(2)] for engine in (old, new))
+        assert [offer.refused is None for offer in old_offers + new_offers] == [True, False] * 2
+        assert old_offers[1].request_id == new_offers[1].request_id
+        assert not new.offer_again(old_offers[1])
+        assert new.offer_again(new_offers[1])
+        old.withdraw(old_offers[0])
+        new.withdraw(new_offers[0])
+        assert new.counts["requests"]["rejected"] == 2

@@ -1,8 +1,8 @@
 """What HTTP requests mean: inference here, everything else to the routes.
 
-`Connection` hands over requests that were read whole. An inference request is decoded and either refused at once or
-begun, without an application in between, and without a task but for what is compressed, or large. Every refusal becomes
-its status with `{"error": ...}`.
+`Connection` hands over requests that were read whole. An inference request is refused like the one before, or decoded
+and either refused at once or begun, without an application in between, and without a task but for what is compressed,
+or large. Every refusal becomes its status with `{"error": ...}`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class _Refused(NamedTuple):
     reply: Reply
 
     def is_like(self, request: HttpRequest) -> bool:
-        """Whether this asks the same, whatever the numbers are."""
+        """Whether this asks the same; numbers that follow the JSON part may be others."""
         return (
             len(request.body) == self.size
             # As tuples: a known head's fields are one object, which is equal to itself at once.
@@ -120,8 +120,8 @@ class HttpFront:
         return True
 
     def _let_in(self, connection: Connection, request: HttpRequest, served: Served) -> None:
-        """To the model's engine, unless it would be late, which is said before the numbers are looked at. Raises
-        Refusal."""
+        """To the model's engine, unless it would be late or find the queue full: that is said before the numbers are
+        looked at. Raises Refusal."""
         json_length = whole_number(request.headers, b"inference-header-content-length")
         header = read_header(request.body, json_length, served.card, self._limits)
         ticket = self._service.offer(served, header.asked, header.items, request.read)
