@@ -50,12 +50,17 @@ class Client:
 
 
 def ask(
-    front: HttpFront, images: np.ndarray, constraints: Constraints, compressed: bool = False, json_less: int = 0
+    front: HttpFront,
+    images: np.ndarray,
+    constraints: Constraints,
+    compressed: bool = False,
+    json_less: int = 0,
+    model: str = "digits",
 ) -> "asyncio.Future[int]":
     """The status of the answer to a binary request that has just been read."""
     body, length = infer_body(images, constraints)
     client: Any = Client()
-    path, headers = "/v2/models/digits/infer", {b"inference-header-content-length": b"%d" % (length - json_less)}
+    path, headers = f"/v2/models/{model}/infer", {b"inference-header-content-length": b"%d" % (length - json_less)}
     if compressed:
         body, headers[b"content-encoding"] = gzip.compress(body, 1), b"gzip"
     front.take(
@@ -160,6 +165,33 @@ async def test_the_like_of_a_refused_request_is_refused_and_counted_until_someth
     assert sum(served.observer.request_seconds[Outcome.REJECTED].buckets) == 6
     found = {outcome: count for outcome, count in served.engine.counts["requests"].items() if count}
     assert found == {"received": 9, "answered": 3, "rejected": 6}
+
+
+async def test_a_model_s_refusal_is_known_again_after_another_s(images):
+    nothing: Any = None
+    async with serving(1.0, waiting=1) as service:
+        await service.repository.load("digits-small")
+        front = HttpFront(service, nothing, Limits(), nothing)
+        models = {"digits": images[:1], "digits-small": np.zeros((1, 1, 32, 32), np.float32)}
+        again = dict.fromkeys(models, 0)
+
+        def count(model: str) -> None:
+            engine = service.repository.served[model].engine
+            offer_again = engine.offer_again
+
+            def counted(offer: Ticket) -> bool:
+                again[model] += 1
+                return offer_again(offer)
+
+            engine.offer_again = counted
+
+        for model in models:
+            count(model)
+        waiting = [ask(front, image, Constraints(), model=model) for model, image in models.items()]
+        refused = [ask(front, image, Constraints(), model=model) for model, image in list(models.items()) * 3]
+        assert [answer.result() for answer in refused] == [503] * 6
+        assert again == dict.fromkeys(models, 2), "the first of each was offered"
+        assert await asyncio.gather(*waiting) == [200, 200]
 
 
 @pytest.mark.timeout(60)

@@ -74,7 +74,7 @@ class HttpFront:
         self._guard = guard
         self._limits = limits
         self._routes = routes
-        self._refused: _Refused | None = None  # last, if the like of it may be refused too
+        self._refused: dict[str, _Refused] = {}  # by model: the last, if the like of it may be refused too
         self._inflating = asyncio.Semaphore(INFLATED_AT_ONCE)
         self._inflaters = ThreadPoolExecutor(INFLATED_AT_ONCE, "inflate")  # goes on with what a lost client has sent
         self.responses: dict[int, int] = {}
@@ -108,12 +108,12 @@ class HttpFront:
             self._answer(connection, request, refused(DEFECT))
 
     def _refused_again(self, connection: Connection, request: HttpRequest, served: Served) -> bool:
-        """Whether this is like the last that was refused, and is refused too, without being read."""
-        last = self._refused
+        """Whether this is like the last that the model refused, and is refused too, without being read."""
+        last = self._refused.get(served.card.name)
         if last is None or not last.is_like(request):
             return False
         if not self._service.offer_again(served, last.ticket, request.read):
-            self._refused = None
+            del self._refused[served.card.name]
             return False
         status, fields, body = last.reply
         self._answer(connection, request, (status, fields.copy(), body))
@@ -127,7 +127,7 @@ class HttpFront:
         ticket = self._service.offer(served, header.asked, header.items, request.read)
         if ticket.refused is not None:
             status, fields, body = refused(Refusal(Kind.UNAVAILABLE, *ticket.refused))
-            self._remember(request, header, ticket, (status, fields.copy(), body))
+            self._remember(request, served, header, ticket, (status, fields.copy(), body))
             self._answer(connection, request, (status, fields, body))
             return
         try:
@@ -140,12 +140,15 @@ class HttpFront:
             raise
         connection.when_lost(inference.cancel)
 
-    def _remember(self, request: HttpRequest, header: InferHeader, ticket: "Ticket", reply: Reply) -> None:
+    def _remember(
+        self, request: HttpRequest, served: Served, header: InferHeader, ticket: "Ticket", reply: Reply
+    ) -> None:
         """A refusal that may be that of others too."""
         deadline, waited = header.asked.deadline, time.monotonic() - request.read
         if header.size <= LONGEST_REMEMBERED and (deadline is None or waited < JUST_READ * deadline):
             json, size = bytes(request.body[: header.size]), len(request.body)
-            self._refused = _Refused(request.target, request.headers, json, size, ticket, reply)
+            last = _Refused(request.target, request.headers, json, size, ticket, reply)
+            self._refused[served.card.name] = last
 
     async def _inflate(self, connection: Connection, request: HttpRequest, served: Served, encoding: bytes) -> None:
         """The same for a body that is compressed."""
