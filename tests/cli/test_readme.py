@@ -71,7 +71,7 @@ def test_the_slimmable_network_that_a_page_shows_is_saved_and_runs_at_all_widths
     network = TwoWidths().eval()
     save(network, tmp_path / "model")
     loaded = load(tmp_path / "model")
-    images = torch.randn(5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(5, *network.item_shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for widths in product(network.widths, repeat=3):
             x, previous = images, None
