@@ -99,6 +99,16 @@ def test_a_missing_profile_leaves_the_rest_to_be_told():
     assert [f.found for f in findings if f.subject == "router"] == ["jsq:0.5; where it fails jsq:0.5 decides"]
 
 
+def test_a_network_that_has_neither_profile_nor_accuracy_lacks_both(tmp_path: Path):
+    save(PlainResNet().eval(), tmp_path / "plain")
+    findings = explain(load_config(DEMO, (f"model.path={tmp_path / 'plain'}", "router.name=lp")))
+    (accuracy,) = [finding for finding in findings if finding.subject == "accuracy"]
+    assert accuracy.advice == f"slim accuracy --model {tmp_path / 'plain'} --data DIR"
+    assert next(finding.subject for finding in findings if "no profile" in finding.found) == "server fast"
+    (router,) = [finding for finding in findings if finding.subject == "router"]
+    assert (router.status, "make those that lack with `slim measure`" in router.found) == ("problem", True)
+
+
 def test_the_command_prints_it_and_counts_problems(slim: Slim):
     outcome = slim("doctor", "--config", DEMO)
     assert (outcome.code, "this configuration can be served" in outcome.out) == (0, True)

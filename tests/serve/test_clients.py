@@ -17,6 +17,7 @@ import tritonclient.http.aio as triton_http_aio
 from tritonclient.utils import InferenceServerException
 
 from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient, infer_body
+from slim_scheduler.core.errors import InputError
 from tests.serve.wire import Wire, answers, hangs_up, scripted, stays_silent
 
 KSERVE_PYTHON = Path(__file__).parents[2] / ".venv-kserve/bin/python"
@@ -267,6 +268,8 @@ def test_our_client_knows_what_an_answer_cost(server, images, expected):
         with pytest.raises(RefusedError) as caught:
             client.infer(images, Constraints(deadline_ms=0.001))
         assert caught.value.retry_after >= 1
+        with pytest.raises(InputError, match=r"widths are '0\.5,1'; give one number per segment"):
+            client.infer(images, Constraints(widths="0.5,1"))
 
 
 async def test_our_async_client(server, images, expected):

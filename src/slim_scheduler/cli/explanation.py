@@ -79,12 +79,16 @@ def _network(config: Config) -> Iterator[Finding]:
 
 
 def _data(config: Config) -> Iterator[Finding]:
-    data = config.workload.data
+    path, data = config.model.path, config.workload.data
     try:
-        check_data(config, accuracy_table(config))
+        accuracy = accuracy_table(config)
+        check_data(config, accuracy)
     except InputError as error:
         yield Finding("data", "note", f"simulate, compare and bench refuse it: {error}", "serve takes clients' images")
         return
+    if accuracy is None:
+        found = f"none measured for {path}: unknown in runs, and routers that weigh it refuse"
+        yield Finding("accuracy", "note", found, f"slim accuracy --model {path} --data DIR")
     if data != "digits" and not Path(data).is_dir():
         advice = "simulations need its name alone, `slim bench` the folder: set workload.data"
         yield Finding("data", "note", f"{data} is no folder here", advice)

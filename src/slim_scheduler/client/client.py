@@ -209,9 +209,6 @@ def infer_body(images: Images, constraints: Constraints = NO_CONSTRAINTS) -> tup
     if images.dtype not in (np.float32, np.uint8):
         raise InputError(f"images are {images.dtype}; give float32 (normalised) or uint8 (pixels)")
     data = np.ascontiguousarray(images).tobytes()
-    parameters = {k: v for k, v in msgspec.to_builtins(constraints).items() if v is not None}
-    if "widths" in parameters:
-        parameters["widths"] = ",".join(f"{width:g}" for width in parameters["widths"])
     head = msgspec.json.encode(
         {
             "inputs": [
@@ -222,10 +219,22 @@ def infer_body(images: Images, constraints: Constraints = NO_CONSTRAINTS) -> tup
                     "parameters": {"binary_data_size": len(data)},
                 }
             ],
-            "parameters": {"binary_data_output": True, **parameters},
+            "parameters": {"binary_data_output": True, **request_parameters(constraints)},
         }
     )
     return head + data, len(head)
+
+
+def request_parameters(constraints: Constraints) -> dict[str, Any]:
+    """Constraints as parameters of a request, over HTTP and gRPC alike. Raises InputError for widths in a text."""
+    parameters: dict[str, Any] = msgspec.to_builtins(constraints)
+    if "widths" in parameters:
+        try:
+            parameters["widths"] = ",".join(f"{width:g}" for width in parameters["widths"])
+        except (TypeError, ValueError):
+            said = f"widths are {constraints.widths!r}; give one number per segment, as (0.25, 0.5, 1.0)"
+            raise InputError(said) from None
+    return parameters
 
 
 def read_prediction(status: int, headers: dict[str, str], body: bytes) -> Prediction:

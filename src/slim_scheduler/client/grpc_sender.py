@@ -4,12 +4,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
-import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from slim_scheduler.client.client import Constraints
+from slim_scheduler.client.client import Constraints, request_parameters
 from slim_scheduler.client.senders import LONGEST_REASON, Status, payloads
 from slim_scheduler.core.errors import InputError
 
@@ -55,10 +54,8 @@ class GrpcSender:
             request = pb.ModelInferRequest(model_name=model)
             request.inputs.add(name="image", datatype=datatype, shape=images.shape)
             request.raw_input_contents.append(images.tobytes())
-            for name, value in msgspec.to_builtins(constraints).items():
-                if name == "widths":
-                    request.parameters[name].string_param = ",".join(f"{width:g}" for width in value)
-                elif isinstance(value, float):
+            for name, value in request_parameters(constraints).items():
+                if isinstance(value, float):
                     request.parameters[name].double_param = value
                 elif isinstance(value, int):
                     request.parameters[name].int64_param = value
