@@ -231,12 +231,15 @@ def test_a_folder_that_cannot_be_written_is_named(slim: Slim, tmp_path: Path) ->
     assert str(tmp_path / "file") in line
 
 
-def test_a_policy_of_another_network_is_named_as_such_at_the_start_of_a_server(slim: Slim) -> None:
+def test_a_policy_of_another_network_is_named_as_such_at_the_start_of_a_server(
+    slim: Slim, caplog: pytest.LogCaptureFixture
+) -> None:
     router = "ppo:examples/reference/policies/efficiency"
     line = refused(slim, "serve", "--config", DEMO, "--router", router, "--port", 0, "--grpc-port", -1)
     assert f"digits cannot be served with router {router}: " in line
     assert "network cifar100-lean" in line
     assert "was not changed" not in line
+    assert router not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,8 @@ class Repository:
             except Exception as error:  # whatever is wrong with a file, what was served before goes on
                 self.reasons[name] = quote(error, 300)
                 kept = "was not changed" if served else f"cannot be served with router {config.router.name}"
-                log.warning("model %s %s: %s", name, kept, error)
+                if self.served:  # a start ends with the reason itself
+                    log.warning("model %s %s: %s", name, kept, error)
                 raise invalid(f"{name} {kept}: {quote(error, 300)}") from error
             if self._closed:
                 await engine.stop(0.0)
