@@ -106,7 +106,7 @@ def test_a_network_that_has_neither_profile_nor_accuracy_lacks_both(tmp_path: Pa
     assert accuracy.advice == f"slim accuracy --model {tmp_path / 'plain'} --data DIR"
     assert next(finding.subject for finding in findings if "no profile" in finding.found) == "server fast"
     (router,) = [finding for finding in findings if finding.subject == "router"]
-    assert (router.status, "make those that lack with `slim measure`" in router.found) == ("problem", True)
+    assert (router.status, "make the missing ones with `slim measure`" in router.found) == ("problem", True)
 
 
 def test_the_command_prints_it_and_counts_problems(slim: Slim):

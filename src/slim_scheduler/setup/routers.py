@@ -229,7 +229,7 @@ def _rule(name: RouterName, inputs: RouterInputs) -> WidthRule:
 
 def _facts(name: RouterName, inputs: RouterInputs) -> RouterFacts:
     if inputs.facts is None:
-        raise ConfigError(f"router {name.text} needs every server's profile; make those that lack with `slim measure`")
+        raise ConfigError(f"router {name.text} needs every server's profile; make the missing ones with `slim measure`")
     return inputs.facts
 
 
