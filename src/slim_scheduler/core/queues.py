@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from slim_scheduler.core.types import Seconds, Task, TaskId
 
 K = TypeVar("K", bound=Hashable)
+PRIORITY_AGING: Seconds = 1.0  # so much later a task one level lower counts as having come
 STALE_HEADS = 64  # that may stay: sweeping costs a look at every lane
 # (rank, sequence, task, tag): the tag is the owner's, such as the block a task came with
 Entry = tuple[Seconds, int, Task, int]

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from slim_scheduler.core.queues import PRIORITY_AGING
 from slim_scheduler.core.types import Bytes, Seconds
 
 SLOW_ROUTER: Seconds = 0.02  # a decision that takes longer suspends the router
@@ -14,7 +15,7 @@ class DispatchLimits(msgspec.Struct, frozen=True):
     max_waiting_items: int = 100_000
     max_activation_bytes: Bytes = 2 << 30
     home_matters: bool = False
-    priority_aging: Seconds = 1.0
+    priority_aging: Seconds = PRIORITY_AGING
     max_retries: int = 3
     retry_budget: float = 0.2
     heartbeat_timeout: Seconds = 0.8

@@ -30,7 +30,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.queues import Entry, KeyedQueue
+from slim_scheduler.core.queues import PRIORITY_AGING, Entry, KeyedQueue
 from slim_scheduler.core.server.instances import Instance, InstancePool, InstanceState
 from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.window import CLOCK_SLACK, BatchTime, BatchWindow, Key
@@ -61,7 +61,7 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     max_new_instances: int = 2
     max_concurrent_batches: int = 1
     max_upgrade: float | None = None
-    priority_aging: Seconds = 1.0
+    priority_aging: Seconds = PRIORITY_AGING
     batch_window: Seconds | None = 0.0
     tile: int | None = None
     credit: int | None = None
