@@ -118,6 +118,16 @@ def test_what_waits_is_load_only_where_it_is_to_be_worked_off(rho, load):
     assert ledger.load == pytest.approx(load, abs=0.021)
 
 
+@pytest.mark.parametrize(("queue", "load"), [(0.0, 0.88), (1.0, 40 / 133.3)])
+def test_a_queue_that_is_usual_is_no_load(queue, load):
+    plans = Plans(FACTS, Table(), rho=1.0, queue=queue)
+    ledger = PlanLedger(plans)
+    came(ledger, 40, 1.0)  # a second's arrivals are the queue that waits now
+    ledger.shares(view(seen("a"), seen("b"), waiting=40, now=2.0, completed=40))
+    assert ledger.load == pytest.approx(load, abs=0.021)
+    assert plans.usual_time((plans.whole, plans.steps)) >= queue
+
+
 def came(ledger: PlanLedger, received: int, now: float) -> float:
     """The load that is planned for, when so many have come, of which most were refused or expired."""
     ledger.shares(msgspec.structs.replace(view(seen("a"), seen("b"), waiting=0, now=now), received=received))

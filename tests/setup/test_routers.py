@@ -30,6 +30,7 @@ GOOD = [
     "reward-greedy",
     "lp",
     "lp:0.85",
+    "lp@0.1",
 ]
 BAD = [
     "",
@@ -45,6 +46,10 @@ BAD = [
     "slackfit:+1",
     "lp:many",
     "lp:2.5",
+    "lp@",
+    "lp@soon",
+    "lp@-1",
+    "lp@inf",
     "ppo:",
 ]
 

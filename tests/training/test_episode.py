@@ -108,9 +108,22 @@ class Ledger:
 
     def started(self, server, batch): ...
 
+    def worth(self, number, ran):
+        return 0.125 if ran else None
+
     def charged(self, number, block):
         self.went[number] = block.server
         return 0.0
+
+
+def test_what_the_plan_can_make_of_widths_counts_instead_of_the_prior(tmp_path):
+    config = training_cluster(tmp_path, reward={"alpha": 2.0, "beta": 0.0, "gamma": 0.0, "delta": 0.0, "bonus": 0.0})
+    episode = Episode(config, small_table(), seed=0, charges=Ledger())
+    while episode.view is not None:
+        episode.decide(Decision(next(iter(episode.view.choices)), 0.5, 1))
+    credits = episode.take_credits()
+    assert credits
+    assert [credit.net for credit in credits] == pytest.approx([2.0 * 0.125] * len(credits))
 
 
 def test_a_decision_that_was_held_earns_what_its_block_does_and_one_that_was_dropped_nothing(tmp_path):

@@ -48,6 +48,24 @@ def test_at_the_target_delay_widths_that_the_plan_mixes_are_worth_the_same():
     assert charge(1.0) - charge(0.5) == pytest.approx(0.2, rel=1e-4), "what a wide last segment earns"
 
 
+def test_widths_are_worth_the_best_that_they_can_become_less_its_cost():
+    worth = PLANS.worth((PLANS.whole, 80 * LOAD_STEPS // 100))  # 40 per second: narrow costs 0.2, wide 0.4
+    assert [worth[ran] for ran in ((0.5, 0.5), (0.5, 1.0), (0.5,), (1.0,), ())] == pytest.approx(
+        [0.6, 0.8, 0.4, 0.5, 0.2]
+    )
+
+
+def test_at_the_plans_prices_what_the_plan_has_adds_what_it_costs_and_all_else_less():
+    for load in (60, 80):
+        key = (PLANS.whole, load * LOAD_STEPS // 100)
+        worth, second = PLANS.worth(key), PLANS.prices(key).device["a"]
+        planned = {choice.first for choice in PLANS.shares(key).plan.choices}
+        for ran in ((first, last) for first in (0.5, 1.0) for last in (0.5, 1.0)):
+            loss = sum(0.010 * ran[i] * second - (worth[ran[: i + 1]] - worth[ran[:i]]) for i in range(2))
+            assert (loss == pytest.approx(0.0, abs=1e-6)) == (ran in planned)
+            assert loss > -1e-6
+
+
 def test_a_longer_delay_costs_more_up_to_a_limit_and_idle_devices_nothing():
     assert charge(1.0, target=4 / (2 * 84)) == pytest.approx(2 * charge(1.0))
     assert charge(1.0, target=1e-9) == pytest.approx(MOST_DELAYED * charge(1.0), rel=1e-4)
@@ -128,4 +146,4 @@ def test_a_credit_says_what_its_decision_cost_others(tmp_path):
     episode.end()
     credits = episode.take_credits()
     assert all(credit.charged > 0 for credit in credits)
-    assert credits[0].net == credits[0].reward - credits[0].charged
+    assert credits[0].net == credits[0].reward - credits[0].charged - credits[0].hoped

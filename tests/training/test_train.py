@@ -181,21 +181,22 @@ def test_plans_of_policies_from_before_they_said_so_are_todays_default():
     assert TrainingConfig().plan_rho == RHO
 
 
-@pytest.mark.parametrize("rho", [1.25, "lp"])
-def test_a_policy_says_what_plans_it_saw(tmp_path, rho):
-    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", plan_rho=rho)
+@pytest.mark.parametrize(("rho", "queue"), [(1.25, 0.0), ("lp", 0.0), ("lp", 0.2)])
+def test_a_policy_says_what_plans_it_saw(tmp_path, rho, queue):
+    said = {"plan_rho": rho, "plan_queue_s": queue}
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="", observation="planned", **said)
     train(load_config(file), tmp_path / "out")
     manifest, parameters = read_policy(tmp_path / "out")
-    assert manifest.plan_rho == rho
+    assert (manifest.plan_rho, manifest.plan_queue) == (rho, queue)
     config = load_config(file)
     facts = router_facts(config, load_shape(config), load_profiles(config, load_shape(config)))
     router = learned_router(manifest, parameters, facts, small_table, "x")
     plans = router._encoder._ledger._plans
     if rho == "lp":
-        followed = lp_plans(facts, small_table())
+        followed = lp_plans(facts, small_table(), queue=queue)
         key = (plans.whole, plans.steps)
         assert (plans.steps, plans.load(key)) == (followed.steps, followed.load(key))
-        assert plans.usual_time(key) == followed.usual_time(key)
+        assert plans.usual_time(key) == followed.usual_time(key) >= queue
     else:
         assert plans.overload == rho
 
@@ -253,8 +254,8 @@ def test_clusters_of_other_sizes_are_drawn_and_padded(tmp_path):
 def report(**changes) -> UpdateReport:
     fields = {
         "update": 1, "updates": 2, "decided": 1, "seconds": 1.0, "decisions_per_s": 1.0, "reward": 0.0,
-        "accuracy": 0.9, "latency": 0.1, "energy": 1.0, "variance": 0.02, "charged": 0.0, "memory": 0.5,
-        "width_share": (0.4, 0.6), "server_share": (0.5, 0.5), "group_mean": 2.0, "stats": UpdateStats(),
+        "accuracy": 0.9, "latency": 0.1, "energy": 1.0, "variance": 0.02, "charged": 0.0, "hoped": 0.0,
+        "memory": 0.5, "width_share": (0.4, 0.6), "server_share": (0.5, 0.5), "group_mean": 2.0, "stats": UpdateStats(),
     }  # fmt: skip
     return UpdateReport(**{**fields, **changes})
 

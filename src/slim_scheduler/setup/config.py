@@ -317,6 +317,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float | Literal["lp"],
         key("expert", "how busy plans let devices and links be; above 1 the queue may grow; `lp`: as `lp`'s", above=0),
     ] = 0.89
+    plan_queue_s: Annotated[
+        float, key("expert", "so long a queue is usual: plans answer to what is beyond it, as `lp` to any", least=0)
+    ] = 0.0
     horizon_s: Annotated[
         float | None,
         key("expert", "returns look ahead, discounted with this time constant; none: eq. 8, one step", above=0),

@@ -4,6 +4,7 @@ Configuration, command line, training and management interface read names with `
 refuse the same. `machines.py` gathers what a builder needs.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -93,6 +94,13 @@ class WidthArgument(NamedTuple):
     passes: TwoPasses | None
 
 
+class PlanArgument(NamedTuple):
+    """How busy plans let each device and link be, where that is said, and so long a queue is usual at least."""
+
+    rho: float | None = None
+    queue: Seconds = 0.0
+
+
 def parse_router(text: str) -> RouterName:
     """Reads a router's name without building it. Raises ConfigError that lists the names, InputError."""
     found = NAME.fullmatch(text) if len(text) <= LONGEST_NAME else None
@@ -165,16 +173,25 @@ def _second_pass(text: str) -> WidthArgument | None:
     return _widths(f"random{text}")
 
 
-def _rho(text: str) -> float | None:
-    """How busy plans let each device and link be, where that is said."""
+def _rho(text: str) -> PlanArgument:
     if not text:
-        return None
+        return PlanArgument()
     try:
         rho = float(text)
     except ValueError:
         raise ConfigError(f"router lp: {text!r} is no share of a device's time; such as lp:0.95") from None
     check_rho(rho)
-    return rho
+    return PlanArgument(rho)
+
+
+def _queue(text: str) -> PlanArgument:
+    try:
+        queue = float(text)
+    except ValueError:
+        raise ConfigError(f"router lp@: {text!r} is no number of seconds; such as lp@0.1") from None
+    if not 0 <= queue < math.inf:
+        raise ConfigError(f"router lp@{text}: a usual queue has 0 or more seconds; such as lp@0.1")
+    return PlanArgument(queue=queue)
 
 
 def _path(text: str) -> Path:
@@ -198,7 +215,8 @@ def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:
 def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy) if inputs.escalates else ()
-    return PlanFollower(lp_plans(facts, accuracy, name.argument, further), name.text)
+    rho, queue = name.argument or PlanArgument()
+    return PlanFollower(lp_plans(facts, accuracy, rho, further, queue), name.text)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:
@@ -265,5 +283,6 @@ ROUTERS = {
         lambda name, inputs: RewardGreedy(_facts(name, inputs), inputs.accuracy(), inputs.reward),
     ),
     "lp": RouterKind(("lp", "lp:RHO"), _rho, _plan),
+    "lp@": RouterKind(("lp@SECONDS",), _queue, _plan),
     "ppo": RouterKind(("ppo:POLICY_DIR",), _path, _learned, needs_files=True),
 }

@@ -47,6 +47,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     energy: float
     variance: float
     charged: float
+    hoped: float
     memory: float
     width_share: tuple[float, ...]
     server_share: tuple[float, ...]
@@ -58,7 +59,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         """All numbers by name, as the curves have them."""
         flat = {
             f"reward/{name}": getattr(self, name)
-            for name in ("reward", "accuracy", "latency", "energy", "variance", "charged")
+            for name in ("reward", "accuracy", "latency", "energy", "variance", "charged", "hoped")
         }
         flat |= {f"ppo/{name}": value for name, value in msgspec.structs.asdict(self.stats).items()}
         flat |= {f"width_share/{i}": share for i, share in enumerate(self.width_share)}
@@ -73,8 +74,8 @@ def describe(
     """The report of an update from what the workers brought."""
     credits = [credit for rollout in rollouts for credit in rollout.credits]
     weights = np.array([credit.tasks for credit in credits], float)
-    table = np.array([credit[2:] for credit in credits], float).reshape(len(credits), 6)
-    means = np.average(table, axis=0, weights=weights) if weights.sum() else np.full(6, np.nan)
+    table = np.array([credit[2:] for credit in credits], float).reshape(len(credits), 7)
+    means = np.average(table, axis=0, weights=weights) if weights.sum() else np.full(7, np.nan)
     action = np.concatenate([rollout.steps.action for rollout in rollouts])
     servers = rollouts[0].steps.present.shape[1]
     return UpdateReport(
@@ -84,6 +85,7 @@ def describe(
         energy=float(means[3]),
         variance=float(means[4]),
         charged=float(means[5]),
+        hoped=float(means[6]),
         memory=max(rollout.memory for rollout in rollouts),
         server_share=_shares(action[:, 0], servers),
         width_share=_shares(action[:, 1], widths),

@@ -40,7 +40,8 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
 
     `info` holds `masks` (what may be chosen, one array per part of the action), `decision` (the number of the decision
     just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. A reward is
-    eq. 7's, less what the decision is charged (`training.target_delay_s`), as `slim train` credits it. An action that
+    what `slim train` credits: eq. 7's, less what the decision is charged and what its widths cannot come to
+    (`training.target_delay_s`). An action that
     is masked is replaced by the fallback, as it would be live. The observation is the encoder's: the shared
     figures, then each server's.
     """
@@ -55,7 +56,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
         facts = self._scenarios.facts
         self._batch_time = full_batch_time(facts)
         self._accuracy = router_accuracy(self._config)
-        self._plans = PlansOf(self._accuracy, self._config.training.plan_rho, self._config.router.escalation)
+        self._plans = PlansOf(self._accuracy, self._config)
         self._max_decisions = max_decisions
         self._by_tasks = self._config.training.resolved.reward_weight == "tasks"
         self._widths, self._groups = facts.shape.widths, facts.groups

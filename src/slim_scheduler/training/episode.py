@@ -28,12 +28,16 @@ class Charges(Protocol):
 
     def started(self, server: ServerName, batch: Batch) -> None: ...
 
+    def worth(self, number: int, ran: Sequence[WidthTuple]) -> float | None:
+        """What counts instead of eq. 7's centred accuracy for tasks that ran so: their mean; None: that counts."""
+
     def charged(self, number: int, block: Block) -> float:
-        """Reward per task of a block that is over."""
+        """Reward per task of a block that is over, of which it is told last."""
 
 
 class Credit(NamedTuple):
-    """What a decision earned, per task of its block: eq. 7's reward and its terms, and what it cost others."""
+    """What a decision earned, per task of its block: eq. 7's reward and its terms, what it cost others, and what eq. 7
+    hoped for its widths beyond what the plan can make of them."""
 
     decision: int
     tasks: int
@@ -43,11 +47,12 @@ class Credit(NamedTuple):
     energy: Joules
     variance: float
     charged: float = 0.0
+    hoped: float = 0.0
 
     @property
     def net(self) -> float:
         """What training credits."""
-        return self.reward - self.charged
+        return self.reward - self.charged - self.hoped
 
 
 class Episode:
@@ -73,6 +78,7 @@ class Episode:
         self._weights = config.reward
         self._accuracy = accuracy
         self._mean_top1 = accuracy.prior(())
+        self._center = self._mean_top1 if config.reward.center_accuracy else 0.0
         self._shares: dict[WidthTuple, float] = {}
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
@@ -153,11 +159,21 @@ class Episode:
         if not done:
             self._earn(block, 0, end.lost, 0.0, end.finished_at - end.decided_at, 0.0)
             return
+        ran = [widths for _, widths in end.ran]
         accuracy = sum([self._right(item, widths) for item, widths in end.ran]) / done
         energy = self._block_energy(energy_before, end.finished_at - end.decided_at, end.latency)
-        self._earn(block, done, end.lost, accuracy, end.latency, energy)
+        self._earn(block, done, end.lost, accuracy, end.latency, energy, ran)
 
-    def _earn(self, block: Block, done: int, lost: int, accuracy: float, latency: Seconds, energy: Joules) -> None:
+    def _earn(
+        self,
+        block: Block,
+        done: int,
+        lost: int,
+        accuracy: float,
+        latency: Seconds,
+        energy: Joules,
+        ran: Sequence[WidthTuple] = (),
+    ) -> None:
         weights, tasks = self._weights, done + lost
         total = 0.0
         if done:
@@ -165,8 +181,14 @@ class Episode:
         if lost:
             total += lost * undone_reward(weights, 1, latency, self._mean_top1)
         number = self._number_of.pop(block.block_id)
-        charged = self._charges.charged(number, block) if self._charges is not None else 0.0
-        self._credits.append(Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged))
+        charged = hoped = 0.0
+        if self._charges is not None:
+            worth = self._charges.worth(number, ran)
+            if worth is not None:
+                hoped = done / tasks * weights.alpha * (accuracy - self._center - worth)
+            charged = self._charges.charged(number, block)
+        earned = Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged, hoped)
+        self._credits.append(earned)
 
     def _right(self, item: int, widths: WidthTuple) -> float:
         """The prior of the widths so far; of a complete tuple its share of right answers, or this item's outcome."""

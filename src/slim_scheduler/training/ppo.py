@@ -156,6 +156,7 @@ def _manifest(config: Config, facts: RouterFacts, seed: int) -> PolicyManifest:
         sizes=_sizes(config, facts),
         batch_time=full_batch_time(facts),
         plan_rho=training.plan_rho,
+        plan_queue=training.plan_queue_s,
         reward=msgspec.to_builtins(config.reward),
         training={**msgspec.to_builtins(training), **msgspec.to_builtins(training.resolved), "seed": seed},
     )

@@ -4,15 +4,18 @@ Near the limit the cost of a wide block is not its own latency, but the widths t
 of the linear program says what a second of a device, or a byte of a link, is worth at the measured load: at these
 prices the widths that the best plan mixes are worth the same, and every other is worth less. A multiplier that follows
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
+
+What widths are worth before the last segment is then not the mean of what they can become, as in eq. 7, but the best:
+a mean over all completions, most of which no plan would ever take, pays for wide first segments that lead nowhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from slim_scheduler.core.router.costs import moved_bytes, seconds_per_item, server_costs
 from slim_scheduler.core.router.plan.follower import PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
-from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width
+from slim_scheduler.core.types import Batch, Block, Decision, Seconds, ServerName, TaskId, Width, WidthTuple
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 
@@ -22,12 +25,13 @@ MOST_DELAYED = 8.0  # targets; from there on a longer queue is no dearer, or it 
 
 class _Bill(NamedTuple):
     """What a task of a block costs others: per second of its device, and for links. `alone`: seconds, in a batch of the
-    block's own."""
+    block's own. `worth`: of widths that an item has run (`Plans.worth`)."""
 
     per_second: float
     links: float
     alone: Seconds
     shared: bool
+    worth: Mapping[WidthTuple, float]
 
 
 class CapacityPrice:
@@ -41,6 +45,7 @@ class CapacityPrice:
 
     def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
         facts = self._facts = plans.facts
+        self._one_pass = not plans.pairs
         self._ledger = PlanLedger(plans)
         self._alpha = alpha
         self._costs = server_costs(facts)
@@ -72,7 +77,8 @@ class CapacityPrice:
         seconds = self._seconds(name, head.segment, head.previous_width, decision.width, sent)
         whole = decision.group >= server.takes(count)
         shared = self._shared and whole
-        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared)
+        earns = self._ledger.worth(view) if self._one_pass else {}
+        self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, earns)
 
     def started(self, server: ServerName, batch: Batch) -> None:
         """A batch began to run."""
@@ -80,6 +86,13 @@ class CapacityPrice:
             segment, previous, width = batch.segment, batch.previous_width, batch.width
             seconds = self._seconds(server, segment, previous, width, len(batch.tasks))
             self._ran.update(dict.fromkeys([task.task_id for task in batch.tasks], seconds))
+
+    def worth(self, number: int, ran: Sequence[WidthTuple]) -> float | None:
+        """Accuracy that the last segment of these widths added, the mean over items; None: as eq. 7 has it."""
+        bill = self._open.get(number)
+        if bill is None or not bill.worth or not ran:
+            return None
+        return sum([bill.worth[widths] - bill.worth[widths[:-1]] for widths in ran]) / len(ran)
 
     def charged(self, number: int, block: Block) -> float:
         """Reward that others lost by one task of this block, which is over. 0 for one that nobody decided."""

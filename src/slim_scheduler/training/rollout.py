@@ -98,7 +98,7 @@ class Actor:
         self._scenarios = Scenarios(config)
         self._batch_time = full_batch_time(self._scenarios.facts)
         self._accuracy = router_accuracy(config)
-        self._plans = PlansOf(self._accuracy, config.training.plan_rho, config.router.escalation)
+        self._plans = PlansOf(self._accuracy, config)
         self._seed, self._worker = seed, worker
         self._most_servers = config.training.servers[1] if config.training.servers else len(config.servers)
         self._rng: Generator

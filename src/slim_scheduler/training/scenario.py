@@ -11,7 +11,7 @@ from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import cluster_capacity
-from slim_scheduler.core.router.learned.router import PlanRho, policy_plans
+from slim_scheduler.core.router.learned.router import policy_plans
 from slim_scheduler.core.router.plan.plans import Plans
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
@@ -29,15 +29,16 @@ class Scenario(msgspec.Struct, frozen=True):
 class PlansOf:
     """Plans of the cluster that was last asked for: episodes on one cluster share them."""
 
-    def __init__(self, accuracy: AccuracyTable, rho: PlanRho, escalates: bool) -> None:
+    def __init__(self, accuracy: AccuracyTable, config: Config) -> None:
         self._accuracy = accuracy
-        self._rho = rho
-        self._escalates = escalates
+        self._training = config.training
+        self._escalates = config.router.escalation
         self._plans: Plans | None = None
 
     def __call__(self, facts: RouterFacts) -> Plans:
         if self._plans is None or self._plans.facts is not facts:
-            self._plans = policy_plans(facts, self._accuracy, self._rho, self._escalates)
+            training = self._training
+            self._plans = policy_plans(facts, self._accuracy, training.plan_rho, self._escalates, training.plan_queue_s)
         return self._plans
 
 

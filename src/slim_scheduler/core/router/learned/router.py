@@ -33,7 +33,7 @@ DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy was made for. `layout` is the version of the columns it knows; `batch_time` is the unit of its
-    times, `plan_rho` is of the plans it sees (`Plans`); `training` and `reward` are for readers."""
+    times, `plan_rho` and `plan_queue` are of the plans it sees (`Plans`); `training` and `reward` are for readers."""
 
     format: int = FORMAT
     layout: int = 1  # manifests from before it was counted are of the first
@@ -45,6 +45,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     sizes: NetworkSizes
     batch_time: Seconds
     plan_rho: PlanRho = RHO
+    plan_queue: Seconds = 0.0
     sha256: str = ""
     reward: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -141,7 +142,7 @@ def learned_router(
         manifest.kind,
         facts,
         manifest.batch_time,
-        lambda: policy_plans(facts, accuracy(), manifest.plan_rho, manifest.kind == "escalating"),
+        lambda: policy_plans(facts, accuracy(), manifest.plan_rho, manifest.kind == "escalating", manifest.plan_queue),
     )
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
@@ -152,14 +153,16 @@ def learned_router(
     )
 
 
-def policy_plans(facts: RouterFacts, accuracy: AccuracyTable, rho: PlanRho, escalates: bool) -> Plans:
+def policy_plans(
+    facts: RouterFacts, accuracy: AccuracyTable, rho: PlanRho, escalates: bool, queue: Seconds = 0.0
+) -> Plans:
     """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
     further = pairs(facts, accuracy) if escalates else ()
     if rho == "lp":
-        return lp_plans(facts, accuracy, None, further)
+        return lp_plans(facts, accuracy, None, further, queue)
     if not escalates:
-        return Plans(facts, accuracy, rho)
-    return Plans(facts, accuracy, rho, further, LP_STEPS, usual_passes=TWICE_PASSES)
+        return Plans(facts, accuracy, rho, queue=queue)
+    return Plans(facts, accuracy, rho, further, LP_STEPS, usual_passes=TWICE_PASSES, queue=queue)
 
 
 class _OtherCluster:

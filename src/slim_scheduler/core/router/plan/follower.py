@@ -92,6 +92,10 @@ class PlanLedger:
         """What device time and links are worth at the load that is planned for."""
         return self._plans.prices(self._plan_for(view))
 
+    def worth(self, view: View) -> Mapping[WidthTuple, float]:
+        """What the widths that an item ran so far are worth then (`Plans.worth`)."""
+        return self._plans.worth(self._plan_for(view))
+
     def rate(self, view: View) -> float:
         """The load that is planned for, items per second."""
         planned = self._plans.load(self._plan_for(view))

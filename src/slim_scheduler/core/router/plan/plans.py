@@ -1,13 +1,15 @@
 """Plans of one cluster by load, in steps, and by the servers in service: made once and kept for every run on it."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from slim_scheduler.core.accuracy import AccuracyPrior
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
+from slim_scheduler.core.router.costs import seconds_per_item
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
@@ -48,7 +50,8 @@ class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
     the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. `links`: how busy
     each link may be, where that is not the same. `usual_passes`: how long the queue usually is; for what is beyond it,
-    whoever follows these plans takes one of a higher load. Raises InputError for a `rho` that is not in (0, 2]."""
+    whoever follows these plans takes one of a higher load. `queue`: so long a queue is usual at least. Raises
+    InputError for a `rho` that is not in (0, 2]."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Plans:
         steps: int = LOAD_STEPS,
         links: float | None = None,
         usual_passes: float = USUAL_PASSES,
+        queue: Seconds = 0.0,
     ) -> None:
         check_rho(rho)
         self.facts = facts
@@ -70,10 +74,12 @@ class Plans:
         self._rho = min(1.0, rho)
         self._links = links
         self._usual_passes = usual_passes
+        self._queue = queue
         self._fleets: dict[Fleet, tuple[RouterFacts, PlanProgram, float]] = {}
         self.whole: Fleet = tuple((name, 1.0) for name in facts.servers)
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
+        self._worth: dict[PlanKey, dict[WidthTuple, float]] = {}
         self._passes: dict[PlanKey, tuple[Seconds, Seconds]] = {}
         for step in range(1, steps + 1):  # now, not while a request waits
             self.shares((self.whole, step))
@@ -115,7 +121,7 @@ class Plans:
                 messages += rate / plan.load * 2 * server.link_latency
             self._passes[key] = (time, messages)
         time, messages = self._passes[key]
-        return self._usual_passes * time + messages
+        return max(self._queue, self._usual_passes * time + messages)
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
@@ -123,6 +129,34 @@ class Plans:
             assert prices is not None, "a load below the highest can be carried"
             self._prices[key] = prices
         return self._prices[key]
+
+    def worth(self, key: PlanKey) -> Mapping[WidthTuple, float]:
+        """Of widths that an item ran so far: the accuracy that it can still come to, less what the rest of the way
+        costs at the plan's prices of device time, both by the best completion. No activation moves.
+
+        By the program's duality, each width that the plan gives to an item adds as much as it costs.
+        """
+        if key not in self._worth:
+            facts, device = self._fleet(key[0])[0], self.prices(key).device
+            shape, worth = facts.shape, {}
+            for widths in itertools.product(shape.widths, repeat=shape.segments):
+                worth[widths] = self._accuracy.top1(widths)
+            for segment in reversed(range(shape.segments)):
+                costs = {
+                    previous: [
+                        min(
+                            device[name] * seconds_per_item(server, segment, previous, width)
+                            for name, server in facts.servers.items()
+                        )
+                        for width in shape.widths
+                    ]
+                    for previous in (shape.widths if segment else (None,))
+                }
+                for ran in itertools.product(shape.widths, repeat=segment):
+                    cost = costs[ran[-1] if ran else None]
+                    worth[ran] = max(worth[*ran, width] - cost[i] for i, width in enumerate(shape.widths))
+            self._worth[key] = worth
+        return self._worth[key]
 
     def _fleet(self, fleet: Fleet) -> tuple[RouterFacts, PlanProgram, float]:
         """Its facts, its program and the most that it carries."""
@@ -139,19 +173,23 @@ class Plans:
 
     def _forget(self, fleet: Fleet) -> None:
         del self._fleets[fleet]
-        for kept in (self._shares, self._prices, self._passes):
+        for kept in (self._shares, self._prices, self._worth, self._passes):
             for key in [key for key in kept if key[0] == fleet]:
                 del kept[key]
 
 
 def lp_plans(
-    facts: RouterFacts, accuracy: AccuracyPrior, rho: float | None = None, pairs: Sequence[Choice] = ()
+    facts: RouterFacts,
+    accuracy: AccuracyPrior,
+    rho: float | None = None,
+    pairs: Sequence[Choice] = (),
+    queue: Seconds = 0.0,
 ) -> Plans:
-    """The plans that `lp` follows, or with a `rho` `lp:RHO`."""
+    """The plans that `lp` follows, or with a `rho` `lp:RHO`; so long a `queue` is usual at least."""
     passes = TWICE_PASSES if pairs else LP_PASSES if rho is None else LP_RHO_PASSES
     if rho is None:
-        return Plans(facts, accuracy, 1.0, pairs, LP_STEPS, LP_LINKS, passes)
-    return Plans(facts, accuracy, rho, pairs, LP_STEPS, usual_passes=passes)
+        return Plans(facts, accuracy, 1.0, pairs, LP_STEPS, LP_LINKS, passes, queue)
+    return Plans(facts, accuracy, rho, pairs, LP_STEPS, usual_passes=passes, queue=queue)
 
 
 def _slowed(server: ServerFacts, factor: float) -> ServerFacts:
