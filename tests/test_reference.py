@@ -125,6 +125,7 @@ SHIPPED = [
     ("steady", "cluster", "random", {"latency_s.p99": 0.3, "energy_per_item_j": 0.9}),
     ("steady", "cluster", "cost-model:0.5", {"errors": 0.99, "energy_per_item_j": 0.95}),
     ("responsive", "below", "cost-model:0.5", {"latency_s.p99": 0.3, "energy_per_item_j": 0.8}),
+    ("patient", "below", "cost-model:0.5", {"latency_s.p99": 0.5, "energy_per_item_j": 0.9}),
     ("responsive-wifi", "wifi", "cost-model:0.5", {"errors": 0.98}),
     ("responsive-any", "ten", "cost-model:0.5", {"latency_s.p99": 0.3, "energy_per_item_j": 0.8}),
 ]
