@@ -256,8 +256,8 @@ def test_plans_of_old_paces_are_forgotten(monkeypatch):
     plans = Plans(FACTS, Table(), rho=1.0, steps=5)
     for steps in range(20):
         key = ((("a", STEP**steps), ("b", 1.0)), 3)
-        plans.shares(key), plans.prices(key), plans.usual_time(key)
-    kept = [plans._shares, plans._prices, plans._passes]
+        plans.shares(key), plans.prices(key), plans.worth(key), plans.usual_time(key)
+    kept = [plans._shares, plans._prices, plans._worth, plans._passes]
     assert len(plans._fleets) <= 5
     assert all({key[0] for key in keys} <= set(plans._fleets) for keys in kept)
     assert plans.whole in plans._fleets

@@ -318,7 +318,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key("expert", "how busy plans let devices and links be; above 1 the queue may grow; `lp`: as `lp`'s", above=0),
     ] = 0.89
     plan_queue_s: Annotated[
-        float, key("expert", "so long a queue is usual: plans answer to what is beyond it, as `lp` to any", least=0)
+        float,
+        key(
+            "expert",
+            "so long a queue may stand at least before plans are of a higher load; 0: as `plan_rho` has it",
+            least=0,
+        ),
     ] = 0.0
     horizon_s: Annotated[
         float | None,

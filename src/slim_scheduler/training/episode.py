@@ -36,8 +36,8 @@ class Charges(Protocol):
 
 
 class Credit(NamedTuple):
-    """What a decision earned, per task of its block: eq. 7's reward and its terms, what it cost others, and what eq. 7
-    hoped for its widths beyond what the plan can make of them."""
+    """What a decision earned, per task of its block: eq. 7's reward and its terms, what it cost others, and by how much
+    eq. 7's accuracy is above what its widths add by the plan (below 0: by how much it is less)."""
 
     decision: int
     tasks: int
@@ -78,7 +78,6 @@ class Episode:
         self._weights = config.reward
         self._accuracy = accuracy
         self._mean_top1 = accuracy.prior(())
-        self._center = self._mean_top1 if config.reward.center_accuracy else 0.0
         self._shares: dict[WidthTuple, float] = {}
         self._verdicts: dict[WidthTuple, list[bool]] = {}
         self._expected = expected
@@ -185,7 +184,7 @@ class Episode:
         if self._charges is not None:
             worth = self._charges.worth(number, ran)
             if worth is not None:
-                hoped = done / tasks * weights.alpha * (accuracy - self._center - worth)
+                hoped = done / tasks * weights.alpha * (accuracy - self._mean_top1 - worth)
             charged = self._charges.charged(number, block)
         earned = Credit(number, tasks, total / tasks, accuracy, latency, energy, self._variance, charged, hoped)
         self._credits.append(earned)

@@ -5,8 +5,9 @@ of the linear program says what a second of a device, or a byte of a link, is wo
 prices the widths that the best plan mixes are worth the same, and every other is worth less. A multiplier that follows
 the queue, as in dual ascent, keeps it short: at the target delay the price is the dual, beyond it more, below it less.
 
-What widths are worth before the last segment is then not the mean of what they can become, as in eq. 7, but the best:
-a mean over all completions, most of which no plan would ever take, pays for wide first segments that lead nowhere.
+With a target, a block of recipe `planned` then earns what its widths add to the best that they can become, not eq. 7's
+accuracy: a mean over all completions, most of which no plan would ever take, pays for wide first segments that lead
+nowhere. Policies of second passes, whose plans have pairs, earn eq. 7's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,12 +41,15 @@ class CapacityPrice:
     `alpha` is what accuracy is worth in eq. 7; `target` the mean time of a task in the system, waiting included. None:
     the price is the dual, however long the queue is. `shared`: a task is charged with its share of the batch in which
     it ran, so that joining others is cheaper than a batch of one's own; but a block that leaves behind tasks which it
-    could have taken, like every block without `shared`, with its share of a batch of its own.
+    could have taken, like every block without `shared`, with its share of a batch of its own. `adds`: what widths add
+    by plans of one pass counts instead of eq. 7's accuracy.
     """
 
-    def __init__(self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False) -> None:
+    def __init__(
+        self, plans: Plans, alpha: float, target: Seconds | None, shared: bool = False, adds: bool = False
+    ) -> None:
         facts = self._facts = plans.facts
-        self._one_pass = not plans.pairs
+        self._adds = adds and not plans.pairs
         self._ledger = PlanLedger(plans)
         self._alpha = alpha
         self._costs = server_costs(facts)
@@ -77,7 +81,7 @@ class CapacityPrice:
         seconds = self._seconds(name, head.segment, head.previous_width, decision.width, sent)
         whole = decision.group >= server.takes(count)
         shared = self._shared and whole
-        earns = self._ledger.worth(view) if self._one_pass else {}
+        earns = self._ledger.worth(view) if self._adds else {}
         self._open[number] = _Bill(worth * prices.device.get(name, 0.0), worth * links, seconds, shared, earns)
 
     def started(self, server: ServerName, batch: Batch) -> None:
@@ -123,4 +127,10 @@ def capacity_price(config: Config, plans: Callable[[], Plans]) -> CapacityPrice 
     if training.target_delay_s is None and not queue_grows:
         return None
     shared = training.charged_batch == "shared"
-    return CapacityPrice(plans(), config.reward.alpha, training.target_delay_s, shared)
+    # An outcome is each item's own, and an accuracy that is not centred has another zero for what is left undone.
+    adds = (
+        training.target_delay_s is not None
+        and training.resolved.accuracy == "expected"
+        and config.reward.center_accuracy
+    )
+    return CapacityPrice(plans(), config.reward.alpha, training.target_delay_s, shared, adds)

@@ -132,9 +132,9 @@ class Plans:
 
     def worth(self, key: PlanKey) -> Mapping[WidthTuple, float]:
         """Of widths that an item ran so far: the accuracy that it can still come to, less what the rest of the way
-        costs at the plan's prices of device time, both by the best completion. No activation moves.
-
-        By the program's duality, each width that the plan gives to an item adds as much as it costs.
+        costs at the plan's prices of device time, both by the best completion. What moving activations costs is left
+        out. Where links have no price each width that the plan gives to an item adds as much as it costs, by the
+        program's duality.
         """
         if key not in self._worth:
             facts, device = self._fleet(key[0])[0], self.prices(key).device
