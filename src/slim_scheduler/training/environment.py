@@ -40,8 +40,8 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
 
     `info` holds `masks` (what may be chosen, one array per part of the action), `decision` (the number of the decision
     just taken, from 1), `credits`: pairs (decision number, reward), and the `tasks` that these are for. A reward is
-    what `slim train` credits: eq. 7's, with `training.target_delay_s` less the plan's price. An action that
-    is masked is replaced by the fallback, as it would be live. The observation is the encoder's: the shared
+    what `slim train` credits (`Credit.net`): eq. 7's, or with `training.target_delay_s` what docs/training.md says. An
+    action that is masked is replaced by the fallback, as it would be live. The observation is the encoder's: the shared
     figures, then each server's.
     """
 
