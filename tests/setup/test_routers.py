@@ -115,8 +115,9 @@ def test_the_list_of_names_has_every_kind() -> None:
 def test_every_router_is_tested_by_name_and_in_the_readme() -> None:
     readme = Path("README.md").read_text()
     tested = {parse_router(name).kind for name in GOOD}
-    for kind, router in ROUTERS.items():
-        assert kind in tested or parse_router(router.usage[0]).needs_files
+    untested = set(ROUTERS) - tested - {"ppo", "jsq@"}  # these two need files
+    assert not untested, f"a name of each goes into GOOD: {untested}"
+    for router in ROUTERS.values():
         assert f"`{router.usage[0]}`" in readme
 
 
