@@ -133,6 +133,16 @@ def test_what_commands_would_refuse_is_a_problem(tmp_path: Path):
     assert (model.status, "nowhere" in model.found) == ("problem", True)
 
 
+def test_what_auto_takes_here_is_told(tmp_path: Path):
+    save(PlainResNet().eval(), tmp_path / "plain")
+    plain = (f"model.path={tmp_path / 'plain'}", "router.name=jsq:1", "router.fallback=jsq:1")
+    for key in ("servers.0.precision=auto", 'servers.0.device="auto"'):
+        first = found(*plain, key, subject="server fast")[0]
+        assert (first.status, first.found.endswith("in fp32 is the fastest here")) == ("ok", True)
+    (accuracy,) = found("servers.0.device=openvino:CPU", "servers.0.precision=bf16", subject="accuracy")
+    assert accuracy.advice == "slim accuracy --model models/digits --data DIR --precision bf16"
+
+
 def test_a_device_that_nothing_computes_on_is_a_problem():
     first = found("servers.0.device=gpu", subject="server fast")[0]
     assert (first.status, first.found) == ("problem", "gpu: no device that computes, and no profile of that name")

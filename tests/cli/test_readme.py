@@ -81,16 +81,28 @@ def test_the_slimmable_network_that_a_page_shows_is_saved_and_runs_at_all_widths
             torch.testing.assert_close(x, network(images, widths))
 
 
+OURS = """
+
+def test_the_one_for_this_project_decides_too():
+    from shortest import Shortest
+
+    router = Shortest("shortest:0.5", lambda head, rng: head.widths[0])
+    decision = router.decide(view(server("a", 5), server("b", 2, utilization=0.5)), default_rng(0))
+    assert (router.name, decision.server, decision.width, decision.group) == ("shortest:0.5", "b", 0.5, 8)
+"""
+
+
 def test_the_test_that_the_router_page_shows_passes(tmp_path: Path) -> None:
-    router, test = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-router.md").read_text(), re.DOTALL)
+    router, ours, test = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-router.md").read_text(), re.DOTALL)
     (tmp_path / "my_router.py").write_text(router)
-    (tmp_path / "test_my_router.py").write_text(test)
+    (tmp_path / "shortest.py").write_text(ours)
+    (tmp_path / "test_my_router.py").write_text(test + OURS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
     )
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
 async def test_the_readmes_curl_line_is_answered_with_the_class(monkeypatch) -> None:

@@ -47,6 +47,54 @@ class Raises(PlainResNet):
         return NotWritten(self.parts[segment], segment, torch.device(device))
 
 
+class NotLowered(PlainSlice):
+    """Lowers one weight too few."""
+
+    def lower(self, dtype: torch.dtype) -> None:
+        self._module.first.to(dtype)
+
+
+class HalfLowered(PlainResNet):
+    def slice(self, segment: int, width: float, device: str) -> PlainSlice:
+        made = PlainSlice if segment else NotLowered
+        return made(self.parts[segment], segment, torch.device(device))
+
+
+class Forgetful(PlainSlice):
+    def has_variant(self, previous_width: float | None) -> bool:
+        return False
+
+
+class ForgetsVariants(PlainResNet):
+    def slice(self, segment: int, width: float, device: str) -> PlainSlice:
+        return Forgetful(self.parts[segment], segment, torch.device(device))
+
+
+class WithoutMoves(PlainResNet):
+    def slice(self, segment: int, width: float, device: str) -> PlainSlice:
+        made = super().slice(segment, width, device)
+        return Untouchable(made) if segment else made
+
+
+class Untouchable:
+    """A slice that cannot leave its device."""
+
+    def __init__(self, whole: PlainSlice) -> None:
+        self.segment, self.width = whole.segment, whole.width
+        self.weight_bytes, self.variant_bytes = whole.weight_bytes, whole.variant_bytes
+        self.has_variant, self.build_variant, self.run = whole.has_variant, whole.build_variant, whole.run
+
+
+class NoCosts(PlainResNet):
+    def macs(self, segment: int, previous_width: float | None, width: float) -> int:
+        return {}[segment]
+
+
+class Tensors(PlainResNet):
+    def architecture(self) -> dict[str, object]:
+        return {"classes": torch.tensor(10)}
+
+
 class Descending(PlainResNet):
     def __init__(self, classes: int = 10, channels: int = 8) -> None:
         super().__init__(classes, channels)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,20 @@ from torch import nn
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.model import checkpoint
 from slim_scheduler.model.shape import shape_of
-from tests.model.plain_networks import Descending, PlainResNet, Raises, WrongSize, WrongSlices
+from slim_scheduler.setup.config import Config, ModelConfig
+from slim_scheduler.setup.machines import load_shape
+from tests.model.plain_networks import (
+    Descending,
+    ForgetsVariants,
+    HalfLowered,
+    NoCosts,
+    PlainResNet,
+    Raises,
+    Tensors,
+    WithoutMoves,
+    WrongSize,
+    WrongSlices,
+)
 
 
 @pytest.fixture
@@ -48,12 +62,29 @@ def test_a_loaded_network_and_its_slices_compute_what_the_saved_one_did(saved):
         (WrongSlices(), r"segment 0 at width 1 gives \(8, 8, 8\) an item, `activation_shape` says \(1, 2, 3\)"),
         (Raises(), r"segment 0 at width 1 does not run: RuntimeError: not written yet"),
         (Descending(), r"widths \(1\.0, 0\.5\); let them ascend"),
+        (HalfLowered(), r"segment 0 at width 1 does not run: in bf16, RuntimeError"),
+        (ForgetsVariants(), r"has_variant\(None\) is False after build_variant\(None\)"),
+        (WithoutMoves(), r"segment 1 at width 1 does not run: .* no to_host, to_device"),
+        (NoCosts(), r"KeyError: 0; its class has to tell .* macs"),
+        (Tensors(), r"architecture\(\) gives no JSON values by name .* tensors belong to state_dict\(\)"),
     ],
 )
 def test_a_class_that_tells_other_than_it_does_is_not_saved(tmp_path, network, said):
     with pytest.raises(InputError, match=said):
         checkpoint.save(network, tmp_path / "mine")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_means_that_do_not_fit_the_channels_are_told_to_who_saves(tmp_path):
+    with pytest.raises(InputError, match=r"number of means is 3, its network needs 1; give as many"):
+        checkpoint.save(PlainResNet(), tmp_path / "mine", mean=(0.5, 0.5, 0.5))
+
+
+def test_a_copied_folder_keeps_the_name_that_profiles_have(saved, tmp_path):
+    """What `slim measure` writes for the copy is what commands look for."""
+    shutil.copytree(saved[1], tmp_path / "other")
+    config = Config(model=ModelConfig(path=str(tmp_path / "other")))
+    assert checkpoint.load(tmp_path / "other").name == load_shape(config).name == "mine"
 
 
 def test_its_sizes_are_those_of_its_layers(saved):

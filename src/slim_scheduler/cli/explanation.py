@@ -15,6 +15,7 @@ from slim_scheduler.core.router.costs import items_per_second
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Width
 from slim_scheduler.run.runs import accuracy_table, check_data
+from slim_scheduler.setup.accuracy_files import least_precision, table_file
 from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig, WorkloadConfig
 from slim_scheduler.setup.machines import (
     LIVE_KINDS,
@@ -43,7 +44,7 @@ def explain(config: Config) -> list[Finding]:
         return [Finding("model", "problem", str(error), "the rest needs the network's sizes")]
     widths = ", ".join(f"{width:g}" for width in shape.widths)
     findings = [Finding("model", "ok", f"{shape.name}: {shape.segments} segments, widths {widths}")]
-    findings.extend(_network(config))
+    config = _as_served(config, shape, findings)
     findings.extend(_data(config))
     for server in config.servers:
         findings.extend(_server(server, config, shape))
@@ -59,23 +60,33 @@ def explain(config: Config) -> list[Finding]:
     return findings
 
 
-def _network(config: Config) -> Iterator[Finding]:
-    """What keeps live servers from running it, as `bench` and `serve` would say; nothing where nothing does."""
+def _as_served(config: Config, shape: ModelShape, findings: list[Finding]) -> Config:
+    """The configuration with the devices and precisions that `auto` takes here, which are tried; finds what keeps live
+    servers from running it, as `bench` and `serve` would say."""
+    from slim_scheduler.engine.automatic import AUTO, with_fastest_devices
     from slim_scheduler.model.folder import load_model
     from slim_scheduler.model.precision import in_precision
 
     try:
         model = load_model(config.model.path)
     except InputError as error:
-        yield Finding("model", "problem", str(error), "simulations need its manifest alone")
-        return
-    for server in config.servers:
-        if server.device != "cpu" and not server.device.startswith("cuda"):
-            continue  # an engine has its own precisions, and `auto` chooses among those that run
-        try:
-            in_precision(model, server.precision)
-        except InputError as error:
-            yield Finding(f"server {server.name}", "problem", str(error))
+        findings.append(Finding("model", "problem", str(error), "simulations need its manifest alone"))
+        return config
+    try:
+        named = with_fastest_devices(config, model, shape)
+    except InputError as error:
+        findings.append(Finding("servers", "problem", str(error)))
+        return config
+    for asked, server in zip(config.servers, named.servers, strict=True):
+        subject = f"server {server.name}"
+        if AUTO in (asked.device, asked.precision):
+            findings.append(Finding(subject, "ok", f"{server.device} in {server.precision} is the fastest here"))
+        elif server.device == "cpu" or server.device.startswith("cuda"):  # an engine has its own precisions
+            try:
+                in_precision(model, server.precision)
+            except InputError as error:
+                findings.append(Finding(subject, "problem", str(error)))
+    return named
 
 
 def _data(config: Config) -> Iterator[Finding]:
@@ -89,6 +100,9 @@ def _data(config: Config) -> Iterator[Finding]:
     if accuracy is None:
         found = f"none measured for {path}: unknown in runs, and routers that weigh it refuse"
         yield Finding("accuracy", "note", found, f"slim accuracy --model {path} --data DIR")
+    elif (least := least_precision(config)) != "fp32" and not (Path(path) / table_file("test", least)).is_file():
+        advice = f"slim accuracy --model {path} --data DIR --precision {least}"
+        yield Finding("accuracy", "note", f"in {least} it was not measured, so fp32's is taken", advice)
     if data != "digits" and not Path(data).is_dir():
         advice = "simulations need its name alone, `slim bench` the folder: set workload.data"
         yield Finding("data", "note", f"{data} is no folder here", advice)

@@ -22,9 +22,9 @@ from torch import Tensor
 from slim_scheduler.core.confidence import Calibration
 from slim_scheduler.core.errors import CheckpointError, InputError
 from slim_scheduler.core.shape import ModelShape
+from slim_scheduler.model.contract import check_runs, checked_shape
 from slim_scheduler.model.presets import Recipe
 from slim_scheduler.model.protocol import STORED_METHODS, StoredNetwork
-from slim_scheduler.model.shape import shape_of
 from slim_scheduler.model.training_state import EpochRecord
 from slim_scheduler.setup.plugins import find_class, name_of
 
@@ -35,6 +35,7 @@ HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near th
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NETWORKS = {"slim-resnet": "slim_scheduler.model.slim_resnet:SlimResNet"}
 ANSWERS = ("network", "architecture", "mean", "std", "weights_sha256")  # of a manifest: what answers hang on
+REFETCH = "fetch the model again"
 GROUP = "slim_scheduler.networks"  # of entry points, through which a package offers a network
 
 
@@ -123,15 +124,13 @@ def save(
     dtype = DTYPES[training.recipe.weights_dtype if training else "float32"]
     state = {key: _stored(tensor, dtype) for key, tensor in model.state_dict().items()}
     raw = save_tensors(state)
-    if list(model.widths) != sorted(set(model.widths)):
-        raise InputError(f"network {model.name}: its class gives widths {model.widths}; let them ascend")
-    shape = msgspec.structs.replace(shape_of(model), name=name)
+    shape = msgspec.structs.replace(checked_shape(model), name=name)
     channels = model.item_shape[0]
     manifest = Manifest(
         format=FORMAT,
         network=name_of(type(model), GROUP, NETWORKS),
         shape=shape,
-        architecture=msgspec.json.decode(msgspec.json.encode(model.architecture())),  # as it is read again
+        architecture=_architecture(model),
         classes=classes or tuple(str(label) for label in range(model.classes)),
         mean=mean or (0.0,) * channels,
         std=std or (1.0,) * channels,
@@ -139,9 +138,9 @@ def save(
         weights_bytes=len(raw),
         training=training,
     )
-    _check_sizes(folder, manifest)
+    _check_sizes(folder, manifest, "give as many")
     _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
-    _check_runs(_restored(manifest, name, state))
+    check_runs(_restored(manifest, state))
     folder.mkdir(parents=True, exist_ok=True)
     before = _manifest_or_none(folder)
     same = before is not None and all(getattr(before, name) == getattr(manifest, name) for name in ANSWERS)
@@ -155,30 +154,16 @@ def save(
     return manifest
 
 
-def _check_runs(model: StoredNetwork) -> None:
-    """One item through the narrowest and the widest slices. Raises InputError for a shape that was not told."""
-    for width in dict.fromkeys((model.widths[0], model.widths[-1])):
-        x, previous = torch.zeros(1, *model.item_shape), None
-        for segment in range(model.segments):
-            try:
-                part = model.slice(segment, width, "cpu")
-                part.build_variant(previous)
-                with torch.inference_mode():
-                    x = part.run(x, previous)
-            except Exception as error:  # the class may be anybody's
-                raise InputError(
-                    f"network {model.name}: segment {segment} at width {width:g} does not run: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            last = segment == model.segments - 1
-            told = (model.classes,) if last else tuple(model.activation_shape(segment, width))
-            if tuple(x.shape[1:]) != told:
-                source = "classes" if last else "activation_shape"
-                raise InputError(
-                    f"network {model.name}: segment {segment} at width {width:g} gives {tuple(x.shape[1:])} an item, "
-                    f"`{source}` says {told}; make both the same"
-                )
-            previous = width
+def _architecture(model: StoredNetwork) -> dict[str, Any]:
+    """What builds the network again, as it is read from the manifest. Raises InputError."""
+    try:
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(model.architecture()), type=dict[str, Any])
+    except Exception as error:  # the class may be anybody's
+        raise InputError(
+            f"network {model.name}: architecture() gives no JSON values by name ({error}); tensors belong to "
+            "state_dict()"
+        ) from error
+    return values
 
 
 def _manifest_or_none(folder: Path) -> Manifest | None:
@@ -210,7 +195,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise CheckpointError(
             f"{path} has format {manifest.format}, this version reads {FORMAT}; write it again with `slim fit`"
         )
-    _check_sizes(path, manifest)
+    _check_sizes(path, manifest, REFETCH)
     return manifest
 
 
@@ -232,21 +217,21 @@ def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file ({error}); fetch the model again") from None
     _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline)
-    return _restored(manifest, folder.resolve().name, tensors).to(device)
+    return _restored(manifest, tensors).to(device)
 
 
-def _restored(manifest: Manifest, name: str, tensors: Mapping[str, Tensor]) -> StoredNetwork:
-    """The network that a manifest and its tensors are, float32."""
-    model = _build(manifest, name)
+def _restored(manifest: Manifest, tensors: Mapping[str, Tensor]) -> StoredNetwork:
+    """The network that a manifest and its tensors are, float32, by the manifest's name: as its profiles are called."""
+    model = _build(manifest)
     model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in tensors.items()})
     return model.eval().requires_grad_(False)
 
 
-def _build(manifest: Manifest, name: str) -> StoredNetwork:
+def _build(manifest: Manifest) -> StoredNetwork:
     """The network that a manifest describes, with weights of no meaning. Raises InputError."""
     kind = find_class(manifest.network, GROUP, NETWORKS, STORED_METHODS)
     try:
-        network: StoredNetwork = kind.from_architecture(manifest.architecture, name)
+        network: StoredNetwork = kind.from_architecture(manifest.architecture, manifest.shape.name)
     except InputError:
         raise
     except Exception as error:  # the class may be anybody's
@@ -257,7 +242,7 @@ def _build(manifest: Manifest, name: str) -> StoredNetwork:
 def _outline(manifest: Manifest) -> dict[str, torch.Tensor]:
     """The network's tensors by name, without memory: the class builds itself on torch's `meta` device."""
     with torch.device("meta"):
-        network = _build(manifest, manifest.shape.name)
+        network = _build(manifest)
     found = (tuple(network.widths), network.segments, tuple(network.item_shape), network.classes)
     shape = manifest.shape
     if found != (shape.widths, shape.segments, shape.item_shape, shape.classes):
@@ -268,7 +253,7 @@ def _outline(manifest: Manifest) -> dict[str, torch.Tensor]:
     return dict(network.state_dict())
 
 
-def _check_sizes(path: Path, manifest: Manifest) -> None:
+def _check_sizes(path: Path, manifest: Manifest, cure: str) -> None:
     shape = manifest.shape
     expected = {
         "number of class names": (len(manifest.classes), shape.classes),
@@ -277,7 +262,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise CheckpointError(f"{path}: {name} is {found}, its network needs {wanted}; fetch the model again")
+            raise CheckpointError(f"{path}: {name} is {found}, its network needs {wanted}; {cure}")
 
 
 def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], outline: dict[str, torch.Tensor]) -> None:

@@ -238,7 +238,7 @@ def load_family(folder: str | Path) -> Family:
     """The family of a folder. Raises CheckpointError where a file is not what the manifest says."""
     folder = Path(folder)
     manifest = load_family_manifest(folder)
-    return Family(folder.resolve().name, manifest, tuple(_content(folder / v.file, v) for v in manifest.variants))
+    return Family(manifest.shape.name, manifest, tuple(_content(folder / v.file, v) for v in manifest.variants))
 
 
 def _content(path: Path, variant: Variant) -> bytes:

@@ -19,7 +19,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class LowerableSlice(SegmentSlice, Protocol):
     """A slice that can hold its weights in another type, and the variants that it builds from then on."""
 
-    def lower(self, dtype: torch.dtype) -> None: ...
+    def lower(self, dtype: torch.dtype) -> None:
+        """Turns the weights into a type, before any variant is built. `run` then gets items of that type; what it
+        returns is made float32 for it."""
+        ...
 
 
 def in_precision(model: SlimmableModel, precision: str) -> SlimmableModel:

@@ -14,8 +14,8 @@ class SegmentSlice(Protocol):
     """One segment at one width, as contiguous weights of its own on one device. Dropping it frees them.
 
     The layers that read the previous segment's output exist once per previous width (`build_variant`); all else
-    exists once. Not safe to run and move from two threads at the same time. One that also has `lower(dtype)`, which
-    turns its weights into that type, runs in bf16 and fp16 too (`model/precision.py`).
+    exists once. Not safe to run and move from two threads at the same time. One that also has `lower(dtype)` runs in
+    bf16 and fp16 too (`LowerableSlice` of `model/precision.py`).
     """
 
     segment: int
@@ -110,7 +110,10 @@ class StoredNetwork(SlimmableModel, Protocol):
     def requires_grad_(self, requires_grad: bool) -> Self: ...
 
 
-# What a class must offer before any of it is called.
+# What a slice, and a class, must offer before any of it is called.
+SLICE_METHODS = (
+    "segment", "width", "weight_bytes", "variant_bytes", "has_variant", "build_variant", "run", "to_host", "to_device",
+)  # fmt: skip
 STORED_METHODS = (
     "from_architecture", "architecture", "state_dict", "load_state_dict", "activation_shape", "macs", "workspace_bytes",
     "slice",

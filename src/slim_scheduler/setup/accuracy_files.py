@@ -57,13 +57,17 @@ def weights_of(path: Path) -> str | None:
         return None
 
 
+def least_precision(config: Config) -> str:
+    """The least precision that a configuration's servers have."""
+    used = {server.precision for server in config.servers}
+    return next((precision for precision in reversed(PRECISIONS) if precision in used), "fp32")
+
+
 def accuracy_path(config: Config, split: str = "test") -> Path:
     """The table of what a configuration's servers get right: in the least of their precisions, where it was measured,
     else in fp32. It need not exist."""
     folder = Path(config.model.path)
-    used = {server.precision for server in config.servers}
-    least = next((precision for precision in reversed(PRECISIONS) if precision in used), "fp32")
-    path = folder / table_file(split, least)
+    path = folder / table_file(split, least_precision(config))
     return path if path.is_file() else folder / TABLE_FILES[split]
 
 
