@@ -10,7 +10,7 @@ from slim_scheduler.model.checkpoint import save
 from slim_scheduler.setup.config import load_config
 from slim_scheduler.setup.machines import carried_by_width
 from tests.cli.conftest import ROOT, Slim
-from tests.model.plain_networks import PlainResNet
+from tests.model.plain_networks import HalfLowered, PlainResNet
 
 DEMO = Path("examples/demo/cluster.toml")
 SHIPPED = sorted(
@@ -19,8 +19,9 @@ SHIPPED = sorted(
 
 
 @pytest.fixture(autouse=True)
-def _in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def found(*overrides: str, subject: str = "", path: Path = DEMO):
@@ -137,10 +138,34 @@ def test_what_auto_takes_here_is_told(tmp_path: Path):
     save(PlainResNet().eval(), tmp_path / "plain")
     plain = (f"model.path={tmp_path / 'plain'}", "router.name=jsq:1", "router.fallback=jsq:1")
     for key in ("servers.0.precision=auto", 'servers.0.device="auto"'):
-        first = found(*plain, key, subject="server fast")[0]
+        first, second, *_ = found(*plain, key, subject="server fast")
         assert (first.status, first.found.endswith("in fp32 is the fastest here")) == ("ok", True)
+        device = first.found.removesuffix(" in fp32 is the fastest here")
+        assert second.found == f"{device}: no profile, so its speed is not known"
     (accuracy,) = found("servers.0.device=openvino:CPU", "servers.0.precision=bf16", subject="accuracy")
-    assert accuracy.advice == "slim accuracy --model models/digits --data DIR --precision bf16"
+    assert accuracy.advice == "slim accuracy --model models/digits --data DIR --device openvino:CPU --precision bf16"
+
+
+def test_a_simulated_device_is_not_tried():
+    below = Path("examples/reference/below.toml")
+    findings = explain(load_config(below, ["servers.0.precision=auto"]))
+    assert not [finding for finding in findings if finding.status == "problem"]
+
+
+def test_auto_without_weights_is_one_problem(tmp_path: Path):
+    save(PlainResNet().eval(), tmp_path / "plain")
+    (tmp_path / "plain/weights.safetensors").unlink()
+    plain = (f"model.path={tmp_path / 'plain'}", "router.name=jsq:1", "router.fallback=jsq:1", "servers.0.device=auto")
+    problems = [finding for finding in explain(load_config(DEMO, plain)) if finding.status == "problem"]
+    assert [finding.subject for finding in problems] == ["model"]
+
+
+def test_a_precision_that_slices_do_not_run_in_is_a_problem(tmp_path: Path):
+    save(HalfLowered().eval(), tmp_path / "half")
+    half = (f"model.path={tmp_path / 'half'}", "router.name=jsq:1", "router.fallback=jsq:1")
+    first = found(*half, "servers.0.precision=bf16", subject="server fast")[0]
+    assert (first.status, "segment 0 at width 1 does not run" in first.found) == ("problem", True)
+    assert found(*half, "servers.0.precision=bf16", subject="server middle")[0].status == "note"
 
 
 def test_a_device_that_nothing_computes_on_is_a_problem():

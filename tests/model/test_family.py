@@ -1,6 +1,7 @@
 """A family's networks answer as their own files do, from one image that each makes its own input of."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,12 @@ def test_every_variant_answers_as_its_file_does(tmp_path: Path) -> None:
     images = np.random.default_rng(0).standard_normal((5, 1, 8, 8)).astype(np.float32)
     for i, network in enumerate(networks):
         assert np.allclose(answers(family, f"net{i}", images), reference(network, images), atol=1e-4)
+
+
+def test_a_copied_family_keeps_the_name_that_profiles_have(tmp_path: Path) -> None:
+    made(tmp_path, classifier(features=2), classifier(features=64, seed=1))
+    shutil.copytree(tmp_path / "fam", tmp_path / "other")
+    assert load_family(tmp_path / "other").name == "fam"
 
 
 def test_each_variant_has_its_own_size_normalisation_layout_and_type(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from slim_scheduler.setup.machines import load_shape
 from tests.model.plain_networks import (
     Descending,
     ForgetsVariants,
-    HalfLowered,
     NoCosts,
     PlainResNet,
     Raises,
@@ -62,10 +61,9 @@ def test_a_loaded_network_and_its_slices_compute_what_the_saved_one_did(saved):
         (WrongSlices(), r"segment 0 at width 1 gives \(8, 8, 8\) an item, `activation_shape` says \(1, 2, 3\)"),
         (Raises(), r"segment 0 at width 1 does not run: RuntimeError: not written yet"),
         (Descending(), r"widths \(1\.0, 0\.5\); let them ascend"),
-        (HalfLowered(), r"segment 0 at width 1 does not run: in bf16, RuntimeError"),
-        (ForgetsVariants(), r"has_variant\(None\) is False after build_variant\(None\)"),
+        (ForgetsVariants(), r"has_variant\(1\) is False after build_variant\(1\)"),
         (WithoutMoves(), r"segment 1 at width 1 does not run: .* no to_host, to_device"),
-        (NoCosts(), r"KeyError: 0; its class has to tell .* macs"),
+        (NoCosts(), r"network NoCosts does not tell its sizes: KeyError: 0"),
         (Tensors(), r"architecture\(\) gives no JSON values by name .* tensors belong to state_dict\(\)"),
     ],
 )

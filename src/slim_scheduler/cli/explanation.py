@@ -1,14 +1,19 @@
 """What a configuration means: the findings behind `slim doctor --config`.
 
-Reads the configuration, the model, profiles and the router's files; starts nothing. What belongs to one server, to the
-load, or to the router is a finding of its own, with advice where something is likely not meant.
+Reads the configuration, the model, profiles and the router's files. It runs an item on a CPU server's network, and
+tries the engines that `auto` leaves open, as `slim serve` would; it starts no server. What belongs to one server, to
+the load, or to the router is a finding of its own, with advice where something is likely not meant.
 """
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from slim_scheduler.cli.doctor import GIB, Finding, Status
+from slim_scheduler.cli.terminal import Show
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import items_per_second
@@ -31,20 +36,24 @@ from slim_scheduler.setup.machines import (
 )
 from slim_scheduler.setup.profiles import read_profile
 
+if TYPE_CHECKING:
+    from slim_scheduler.model.protocol import SlimmableModel
+
+AUTO = "auto"
 FULL = 0.9  # of what is carried: above it queues are long whoever routes
 MIB = float(1 << 20)
 NO_LIMIT_MBPS = NetworkConfig().mbps
 
 
-def explain(config: Config) -> list[Finding]:
-    """All findings about a configuration that was read."""
+def explain(config: Config, show: Show = lambda share, now="": None) -> list[Finding]:
+    """All findings about a configuration that was read. `show` hears of the trials of what `auto` leaves open."""
     try:
         shape = load_shape(config)
     except InputError as error:
         return [Finding("model", "problem", str(error), "the rest needs the network's sizes")]
     widths = ", ".join(f"{width:g}" for width in shape.widths)
     findings = [Finding("model", "ok", f"{shape.name}: {shape.segments} segments, widths {widths}")]
-    config = _as_served(config, shape, findings)
+    config = _as_served(config, shape, findings, show)
     findings.extend(_data(config))
     for server in config.servers:
         findings.extend(_server(server, config, shape))
@@ -60,33 +69,53 @@ def explain(config: Config) -> list[Finding]:
     return findings
 
 
-def _as_served(config: Config, shape: ModelShape, findings: list[Finding]) -> Config:
-    """The configuration with the devices and precisions that `auto` takes here, which are tried; finds what keeps live
-    servers from running it, as `bench` and `serve` would say."""
-    from slim_scheduler.engine.automatic import AUTO, with_fastest_devices
+def _as_served(config: Config, shape: ModelShape, findings: list[Finding], show: Show) -> Config:
+    """The configuration with the devices and precisions that `auto` takes here; finds what keeps live servers from
+    running it, as `bench` and `serve` would say."""
     from slim_scheduler.model.folder import load_model
-    from slim_scheduler.model.precision import in_precision
 
     try:
         model = load_model(config.model.path)
     except InputError as error:
         findings.append(Finding("model", "problem", str(error), "simulations need its manifest alone"))
         return config
-    try:
-        named = with_fastest_devices(config, model, shape)
-    except InputError as error:
-        findings.append(Finding("servers", "problem", str(error)))
-        return config
-    for asked, server in zip(config.servers, named.servers, strict=True):
-        subject = f"server {server.name}"
-        if AUTO in (asked.device, asked.precision):
-            findings.append(Finding(subject, "ok", f"{server.device} in {server.precision} is the fastest here"))
-        elif server.device == "cpu" or server.device.startswith("cuda"):  # an engine has its own precisions
-            try:
-                in_precision(model, server.precision)
-            except InputError as error:
-                findings.append(Finding(subject, "problem", str(error)))
-    return named
+    servers = []
+    for server in config.servers:
+        try:
+            servers.append(_live(server, config, model, shape, findings, show))
+        except InputError as error:
+            findings.append(Finding(f"server {server.name}", "problem", str(error)))
+            servers.append(server)
+    return msgspec.structs.replace(config, servers=tuple(servers))
+
+
+def _live(
+    server: ServerConfig,
+    config: Config,
+    model: "SlimmableModel",
+    shape: ModelShape,
+    findings: list[Finding],
+    show: Show,
+) -> ServerConfig:
+    """A server that computes, with what `auto` takes in its place. Raises InputError where it cannot run the model."""
+    from slim_scheduler.engine.automatic import fastest
+    from slim_scheduler.model.contract import check_runs
+    from slim_scheduler.model.precision import in_precision
+
+    if AUTO in (server.device, server.precision) and _is_live(server):
+        folder, memory = Path(config.model.path), server.vram_budget_gib
+        found = fastest(model, shape, folder, server.device, server.precision, server.threads, memory, show)
+        server = msgspec.structs.replace(server, device=found[0], precision=found[1])
+        findings.append(Finding(f"server {server.name}", "ok", f"{found[0]} in {found[1]} is the fastest here"))
+    elif server.device == "cpu":
+        check_runs(in_precision(model, server.precision))
+    elif server.device.startswith("cuda"):  # an engine has its own precisions
+        in_precision(model, server.precision)
+    return server
+
+
+def _is_live(server: ServerConfig) -> bool:
+    return server.device == AUTO or server.device.partition(":")[0] in LIVE_KINDS
 
 
 def _data(config: Config) -> Iterator[Finding]:
@@ -101,7 +130,8 @@ def _data(config: Config) -> Iterator[Finding]:
         found = f"none measured for {path}: unknown in runs, and routers that weigh it refuse"
         yield Finding("accuracy", "note", found, f"slim accuracy --model {path} --data DIR")
     elif (least := least_precision(config)) != "fp32" and not (Path(path) / table_file("test", least)).is_file():
-        advice = f"slim accuracy --model {path} --data DIR --precision {least}"
+        device = next(server.device for server in config.servers if server.precision == least)
+        advice = f"slim accuracy --model {path} --data DIR --device {device} --precision {least}"
         yield Finding("accuracy", "note", f"in {least} it was not measured, so fp32's is taken", advice)
     if data != "digits" and not Path(data).is_dir():
         advice = "simulations need its name alone, `slim bench` the folder: set workload.data"
@@ -111,7 +141,9 @@ def _data(config: Config) -> Iterator[Finding]:
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
     subject = f"server {server.name}"
     path = find_profile(server, shape, Path(config.model.path))
-    if path is None and server.device.partition(":")[0] not in LIVE_KINDS:
+    if path is None and server.device == AUTO:
+        yield Finding(subject, "note", "auto: no device was taken, so its speed is not known")
+    elif path is None and not _is_live(server):
         found = f"{server.device}: no device that computes, and no profile of that name"
         yield Finding(subject, "problem", found, f"live devices: {', '.join(LIVE_KINDS)}; else name its profile's file")
     elif path is None and server.slowdown_of == "profile":

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slim_scheduler.cli.options import Json, Overrides, examples
-from slim_scheduler.cli.terminal import console, print_json
+from slim_scheduler.cli.terminal import console, print_json, progress
 
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]problem[/red]"}
 
@@ -29,7 +29,8 @@ def doctor(
 ) -> None:
     """What works on this machine, or what a configuration means, and what to do.
 
-    With --config the exit code is 2 where something keeps it from being served.
+    With --config the exit code is 2 where something keeps it from being served. Devices and precisions that are "auto"
+    are tried once, as `slim serve` would.
     """
     import msgspec
 
@@ -41,7 +42,9 @@ def doctor(
         from slim_scheduler.cli.explanation import explain
         from slim_scheduler.setup.config import load_config
 
-        findings, works = explain(load_config(config, tuple(overrides or ()))), "this configuration can be served"
+        read = load_config(config, tuple(overrides or ()))
+        with progress("looking") as show:
+            findings, works = explain(read, show), "this configuration can be served"
     problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         print_json(msgspec.to_builtins(findings))

@@ -114,8 +114,8 @@ def save(
     that lie there go, unless they are of a network that answers the same.
 
     Defaults: classes are numbered, mean 0 and std 1 per channel. Raises InputError for a class that nobody could
-    import by name, that does not build the same network again, whose widths do not ascend, or whose slices give other
-    shapes than it says.
+    import by name, that does not tell its sizes or build the same network again, whose widths do not ascend, or whose
+    slices lack a method, fail, or give other shapes than it says.
     """
     from slim_scheduler.setup.accuracy_files import tables_in, weights_of
 
@@ -139,7 +139,9 @@ def save(
         training=training,
     )
     _check_sizes(folder, manifest, "give as many")
-    _check_tensors(folder / WEIGHTS, {key: tuple(t.shape) for key, t in state.items()}, _outline(manifest))
+    again = "let from_architecture build again what architecture tells"
+    tensors = {key: tuple(t.shape) for key, t in state.items()}
+    _check_tensors(folder / WEIGHTS, tensors, _outline(manifest, again), again)
     check_runs(_restored(manifest, state))
     folder.mkdir(parents=True, exist_ok=True)
     before = _manifest_or_none(folder)
@@ -208,7 +210,7 @@ def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
     manifest = load_manifest(folder)
     path = folder / WEIGHTS
     try:
-        outline = _outline(manifest)
+        outline = _outline(manifest, REFETCH)
     except InputError as error:
         raise CheckpointError(f"{folder / MANIFEST}: {error}") from None
     raw = _checked_weights(path, manifest, sum(_bytes(t) for t in outline.values()))
@@ -216,7 +218,7 @@ def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
         tensors = load_tensors(raw)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file ({error}); fetch the model again") from None
-    _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline)
+    _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline, REFETCH)
     return _restored(manifest, tensors).to(device)
 
 
@@ -239,8 +241,9 @@ def _build(manifest: Manifest) -> StoredNetwork:
     return network
 
 
-def _outline(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The network's tensors by name, without memory: the class builds itself on torch's `meta` device."""
+def _outline(manifest: Manifest, cure: str) -> dict[str, torch.Tensor]:
+    """The network's tensors by name, without memory: the class builds itself on torch's `meta` device. `cure` is what
+    helps where it is of other sizes."""
     with torch.device("meta"):
         network = _build(manifest)
     found = (tuple(network.widths), network.segments, tuple(network.item_shape), network.classes)
@@ -248,7 +251,7 @@ def _outline(manifest: Manifest) -> dict[str, torch.Tensor]:
     if found != (shape.widths, shape.segments, shape.item_shape, shape.classes):
         raise InputError(
             f"the architecture gives (widths, segments, item shape, classes) {found}, the shape beside it says "
-            f"{(shape.widths, shape.segments, shape.item_shape, shape.classes)}; fetch the model again"
+            f"{(shape.widths, shape.segments, shape.item_shape, shape.classes)}; {cure}"
         )
     return dict(network.state_dict())
 
@@ -265,13 +268,13 @@ def _check_sizes(path: Path, manifest: Manifest, cure: str) -> None:
             raise CheckpointError(f"{path}: {name} is {found}, its network needs {wanted}; {cure}")
 
 
-def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], outline: dict[str, torch.Tensor]) -> None:
+def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], outline: dict[str, torch.Tensor], cure: str) -> None:
     wanted = {name: tuple(t.shape) for name, t in outline.items()}
     if wanted != found:
         name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
         raise CheckpointError(
             f"{path}: tensor {name} is {found.get(name, 'missing')}, the manifest's architecture needs "
-            f"{wanted.get(name, 'none')}; fetch the model again"
+            f"{wanted.get(name, 'none')}; {cure}"
         )
 
 

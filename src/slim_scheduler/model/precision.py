@@ -31,7 +31,7 @@ def in_precision(model: SlimmableModel, precision: str) -> SlimmableModel:
         return model
     if precision not in DTYPES:
         raise InputError(f"precision {precision} is not known; give fp32, bf16 or fp16")
-    if not isinstance(model.slice(0, model.widths[0], "cpu"), LowerableSlice):
+    if not all(isinstance(model.slice(s, model.widths[0], "cpu"), LowerableSlice) for s in range(model.segments)):
         raise InputError(
             f"network {model.name} runs fp32 on torch's devices, not {precision}: its slices have no `lower(dtype)`; "
             "openvino:CPU may run bf16"
