@@ -39,7 +39,6 @@ from slim_scheduler.setup.profiles import read_profile
 if TYPE_CHECKING:
     from slim_scheduler.model.protocol import SlimmableModel
 
-AUTO = "auto"
 FULL = 0.9  # of what is carried: above it queues are long whoever routes
 MIB = float(1 << 20)
 NO_LIMIT_MBPS = NetworkConfig().mbps
@@ -98,15 +97,14 @@ def _live(
     show: Show,
 ) -> ServerConfig:
     """A server that computes, with what `auto` takes in its place. Raises InputError where it cannot run the model."""
-    from slim_scheduler.engine.automatic import fastest
+    from slim_scheduler.engine.automatic import with_fastest_device
     from slim_scheduler.model.contract import check_runs
     from slim_scheduler.model.precision import in_precision
 
-    if AUTO in (server.device, server.precision) and _is_live(server):
-        folder, memory = Path(config.model.path), server.vram_budget_gib
-        found = fastest(model, shape, folder, server.device, server.precision, server.threads, memory, show)
-        server = msgspec.structs.replace(server, device=found[0], precision=found[1])
-        findings.append(Finding(f"server {server.name}", "ok", f"{found[0]} in {found[1]} is the fastest here"))
+    if "auto" in (server.device, server.precision) and _is_live(server):
+        server = with_fastest_device(server, Path(config.model.path), model, shape, show)
+        found = f"{server.device} in {server.precision} is the fastest here"
+        findings.append(Finding(f"server {server.name}", "ok", found))
     elif server.device == "cpu":
         check_runs(in_precision(model, server.precision))
     elif server.device.startswith("cuda"):  # an engine has its own precisions
@@ -115,7 +113,7 @@ def _live(
 
 
 def _is_live(server: ServerConfig) -> bool:
-    return server.device == AUTO or server.device.partition(":")[0] in LIVE_KINDS
+    return server.device == "auto" or server.device.partition(":")[0] in LIVE_KINDS
 
 
 def _data(config: Config) -> Iterator[Finding]:
@@ -141,7 +139,7 @@ def _data(config: Config) -> Iterator[Finding]:
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
     subject = f"server {server.name}"
     path = find_profile(server, shape, Path(config.model.path))
-    if path is None and server.device == AUTO:
+    if path is None and server.device == "auto":
         yield Finding(subject, "note", "auto: no device was taken, so its speed is not known")
     elif path is None and not _is_live(server):
         found = f"{server.device}: no device that computes, and no profile of that name"

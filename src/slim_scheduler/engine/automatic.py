@@ -91,15 +91,24 @@ def automatic_config(
 
 def with_fastest_devices(config: Config, model: SlimmableModel, shape: ModelShape) -> Config:
     """The configuration with a name in place of every `device = "auto"` and `precision = "auto"`."""
+    folder = Path(config.model.path)
+    servers = tuple(with_fastest_device(server, folder, model, shape) for server in config.servers)
+    return msgspec.structs.replace(config, servers=servers)
 
-    def named(server: ServerConfig) -> ServerConfig:
-        if AUTO not in (server.device, server.precision):
-            return server
-        folder, memory = Path(config.model.path), server.vram_budget_gib
-        found = fastest(model, shape, folder, server.device, server.precision, server.threads, memory)
-        return msgspec.structs.replace(server, device=found[0], precision=found[1])
 
-    return msgspec.structs.replace(config, servers=tuple(named(server) for server in config.servers))
+def with_fastest_device(
+    server: ServerConfig,
+    folder: Path,
+    model: SlimmableModel,
+    shape: ModelShape,
+    progress: Progress = lambda share, what: None,
+) -> ServerConfig:
+    """One server of it. `folder` is the model's. Raises ConfigError where nothing here runs it."""
+    if AUTO not in (server.device, server.precision):
+        return server
+    memory = server.vram_budget_gib
+    found = fastest(model, shape, folder, server.device, server.precision, server.threads, memory, progress)
+    return msgspec.structs.replace(server, device=found[0], precision=found[1])
 
 
 def fastest(
