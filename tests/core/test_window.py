@@ -5,6 +5,7 @@ import pytest
 
 from slim_scheduler.core.messages import (
     BatchDone,
+    BatchFailed,
     BlockArrived,
     CancelTasks,
     DeviceSampled,
@@ -235,24 +236,28 @@ def test_without_windows_a_block_says_nothing():
 
 def test_a_device_that_would_do_more_if_it_rested_comes_to_an_end_and_rests_in_proportion():
     scheduler = server(best_utilization=0.8, max_concurrent_batches=2)
-    scheduler.handle(DeviceSampled(0.97), 1.0)
     assert ran(arrives(scheduler, 1.0, 1, 2, 3, 4)) == [1, 2, 3, 4]
-    assert ran(arrives(scheduler, 1.001, 5, 6, 7, 8, segment=1)) == [], "no second one joins it"
-    commands = scheduler.handle(BatchDone(4), 1.008)
-    assert (ran(commands), wakes(commands)) == ([], [pytest.approx(1.01)]), "8 ms busy, a fifth of 10 ms at rest"
-    assert ran(arrives(scheduler, 1.009, 9, segment=2, more=0)) == []
-    assert ran(fires(scheduler, 1.01)) == [5, 6, 7, 8, 9]
-    scheduler.handle(DeviceSampled(0.7), 1.011)
-    assert ran(arrives(scheduler, 1.012, 10, more=0)) == []
-    assert ran(scheduler.handle(BatchDone(5), 1.013)) == [10], "rested enough"
+    assert ran(arrives(scheduler, 1.05, 5, 6, 7, 8, segment=1)) == [5, 6, 7, 8], "what it idled before pays for 0.1 s"
+    scheduler.handle(BatchDone(4), 1.1)
+    assert ran(arrives(scheduler, 1.108, 9, 10, 11, 12)) == [], "no second one joins it any more"
+    commands = scheduler.handle(BatchDone(5), 1.108)
+    assert (ran(commands), wakes(commands)) == ([], [pytest.approx(1.11)]), "8 ms more busy, a fifth of 10 ms at rest"
+    assert ran(arrives(scheduler, 1.109, 13, more=0, segment=2)) == []
+    assert ran(fires(scheduler, 1.11)) == [9, 10, 11, 12, 13]
+
+
+def test_a_batch_that_failed_counts_as_busy():
+    scheduler = server(best_utilization=0.8)
+    arrives(scheduler, 1.0, 1, 2, 3, 4)
+    assert wakes(scheduler.handle(BatchFailed(4, "out of memory", out_of_memory=True), 1.104)) == [pytest.approx(1.105)]
+    assert ran(fires(scheduler, 1.105)) == [1, 2]
 
 
 def test_without_a_window_a_server_never_rests():
     scheduler = server(best_utilization=0.8, batch_window=0.0)
-    scheduler.handle(DeviceSampled(0.97), 1.0)
     arrives(scheduler, 1.0, 1)
     arrives(scheduler, 1.001, 2)
-    assert ran(scheduler.handle(BatchDone(4), 1.008)) == [2]
+    assert ran(scheduler.handle(BatchDone(4), 2.0)) == [2]
 
 
 def test_a_device_on_which_nothing_runs_is_not_too_busy_for_an_instance():

@@ -33,6 +33,7 @@ from slim_scheduler.core.messages import (
 from slim_scheduler.core.queues import PRIORITY_AGING, Entry, KeyedQueue
 from slim_scheduler.core.server.instances import Instance, InstancePool, InstanceState
 from slim_scheduler.core.server.pace import Pace
+from slim_scheduler.core.server.rest import Rest
 from slim_scheduler.core.server.window import CLOCK_SLACK, BatchTime, BatchWindow, Key
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Batch, BatchId, Block, BlockId, Bytes, Seconds, ServerName, Task, TaskId, Width
@@ -104,8 +105,7 @@ class ServerScheduler:
         self._window = _batch_window(knobs, shape, batch_time)
         self._pace = pace
         self._window_wake: Seconds = float("inf")
-        self._busy_since: Seconds = 0.0
-        self._rests_until = float("-inf")
+        self._rest = Rest(knobs.best_utilization)
         self._returning: Seconds | None = None  # until when a batch's items may be on their way back
         self._arrived: dict[BlockId, Seconds] = {}  # of open blocks, where there is a window
         self._check_budget()
@@ -133,7 +133,7 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, now, commands)
-        if self._returning is None and (self._window is None or not self._rests(now)):
+        if self._returning is None and not self._rests(now):
             self._start_batches(now, commands)
         self._arm(commands)
         return commands
@@ -208,7 +208,7 @@ class ServerScheduler:
             entries = entries[:limit]
         self._next_batch += 1
         if not self._running:
-            self._busy_since = now
+            self._rest.turn(True, now)
         tasks = tuple([entry[2] for entry in entries])
         batch = Batch(
             self._next_batch, instance.instance_id, segment, instance.width, width, previous_width, tasks, now
@@ -246,18 +246,20 @@ class ServerScheduler:
         )
         if self._knobs.awaits_return:
             self._await_return(batch, now, commands)
-        if not self._running and self._too_busy():
-            self._rests_until = now + (now - self._busy_since) * (1 / self._knobs.best_utilization - 1)
-            commands.append(WakeAt(self._rests_until))
+        self._turns_idle(now, commands)
 
-    def _too_busy(self) -> bool:
-        """Whether the device would do more if it rested now and then. Without a window a server never rests."""
-        busy, best = self._utilization, self._knobs.best_utilization
-        return self._window is not None and busy is not None and busy > best
+    def _turns_idle(self, now: Seconds, commands: list[ServerCommand]) -> None:
+        """Asks for a timer at the end of the rest that is due once nothing runs."""
+        if self._running:
+            return
+        self._rest.turn(False, now)
+        rested = self._rest.until()
+        if rested is not None and self._window is not None:
+            commands.append(WakeAt(rested))
 
     def _rests(self, now: Seconds) -> bool:
-        """A device that is too busy first comes to an end with what runs, and then rests in proportion."""
-        return now < self._rests_until - CLOCK_SLACK or (bool(self._running) and self._too_busy())
+        """Whether nothing may start for the device's own sake. Without a window a server never rests."""
+        return self._window is not None and self._rest.due(now)
 
     def _await_return(self, batch: Batch, now: Seconds, commands: list[ServerCommand]) -> None:
         """Starts nothing until a timer that is due at once: by then, the batch's items that go on here are back.
@@ -390,6 +392,7 @@ class ServerScheduler:
 
     def _batch_failed(self, event: BatchFailed, now: Seconds, commands: list[ServerCommand]) -> None:
         batch, instance, key, entries = self._running.pop(event.batch_id)
+        self._turns_idle(now, commands)
         if self._pace is not None:
             self._pace.failed(batch, now)
         if event.out_of_memory and len(entries) > 1:
