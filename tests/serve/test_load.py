@@ -50,6 +50,15 @@ def test_the_result_says_why_requests_failed(server, scheme, status):
     assert list(result.reasons) == [status]
 
 
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_what_is_asked_arrives_as_it_was_meant(server, scheme):
+    url = f"{scheme}://127.0.0.1:{server.http if scheme == 'http' else server.grpc}"
+    asked = Constraints(deadline_ms=5000.0, anytime=False, width=0.5, priority=1, unmet="refuse")
+    result = load.load(url, rate=20.0, duration=0.2, constraints=asked, warmup=0.0)
+    assert result.reasons == {}
+    assert result.answered == result.sent > 0
+
+
 async def answers_even_ones(number: int) -> Status:
     if number % 2:
         await asyncio.Event().wait()

@@ -57,6 +57,8 @@ class GrpcSender:
             for name, value in request_parameters(constraints).items():
                 if isinstance(value, float):
                     request.parameters[name].double_param = value
+                elif isinstance(value, bool):  # before int, which it is too
+                    request.parameters[name].bool_param = value
                 elif isinstance(value, int):
                     request.parameters[name].int64_param = value
                 else:
