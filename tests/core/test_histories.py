@@ -38,6 +38,7 @@ from slim_scheduler.core.messages import (
     WakeAt,
 )
 from slim_scheduler.core.router.heuristics import RandomRouter
+from slim_scheduler.core.server.rest import PAID_AHEAD
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Outcome
 from tests.core.networks import SEGMENTS, WEIGHT, WIDTHS, block, dispatcher, jsq, report, request, task
@@ -47,6 +48,7 @@ STEPS = 20
 LONGEST_DEADLINE = 1.5
 MAX_BATCH = 4
 BUDGET = 9 * WEIGHT
+BEST = 0.9  # utilisation of a device that rests
 
 gaps = st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.1])
 widths = st.sampled_from(WIDTHS)
@@ -54,6 +56,8 @@ widths = st.sampled_from(WIDTHS)
 
 class ServerHistory(RuleBasedStateMachine):
     """One server under everything a host may tell it."""
+
+    last_gap = 0.01  # seconds between events once nothing more arrives
 
     def __init__(self):
         super().__init__()
@@ -184,7 +188,7 @@ class ServerHistory(RuleBasedStateMachine):
         for _ in range(8 * len(self.held) + 50):
             if not self.held:
                 break
-            self.advance(0.01)
+            self.advance(self.last_gap)
             if self.batches:
                 self.batches.pop(batch_id := next(iter(self.batches)))
                 self.tell(BatchDone(batch_id))
@@ -233,6 +237,34 @@ class AutomaticWindowHistory(WindowHistory):
     @staticmethod
     def knobs():
         return msgspec.structs.replace(ServerHistory.knobs(), batch_window=None)
+
+
+class RestingHistory(AutomaticWindowHistory):
+    """The same on a device that does most at nine tenths of the time: it is not busier for longer."""
+
+    last_gap = 0.1  # it may owe two seconds
+
+    def __init__(self):
+        super().__init__()
+        self.busy = []  # [from, until] of each stretch
+
+    @staticmethod
+    def knobs():
+        return msgspec.structs.replace(AutomaticWindowHistory.knobs(), best_utilization=BEST)
+
+    def tell(self, event):
+        if isinstance(event, BatchDone | BatchFailed) and not self.batches:
+            self.busy[-1][1] = self.now
+        return super().tell(event)
+
+    def started(self, batch):
+        worked = 0.0
+        for began, until in reversed(self.busy):
+            worked += min(until, self.now) - began
+            assert worked <= BEST * (self.now - began) + PAID_AHEAD * (1 - BEST) + 1e-5, "too busy"
+        if not self.batches:
+            self.busy.append([self.now, float("inf")])
+        super().started(batch)
 
 
 class DispatcherHistory(RuleBasedStateMachine):
@@ -501,6 +533,7 @@ MACHINES = [
     (ServerHistory, HISTORIES),
     (WindowHistory, HISTORIES),
     (AutomaticWindowHistory, HISTORIES // 2),
+    (RestingHistory, HISTORIES // 2),
     (DispatcherHistory, HISTORIES),
     (EscalationHistory, HISTORIES),
     (OrderHistory, HISTORIES // 2),

@@ -39,7 +39,7 @@ class Rest:
 
     def until(self) -> Seconds | None:
         """When an idle device has rested, None where it owes nothing."""
-        return self._since + self._owed if self._owed > 0 and not self._busy else None
+        return self._since + self._owed if self._owed > CLOCK_SLACK and not self._busy else None
 
     def _at(self, now: Seconds) -> Seconds:
         passed = now - self._since
