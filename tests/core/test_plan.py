@@ -11,6 +11,7 @@ from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, Plans
 from slim_scheduler.core.router.plan.program import PlanProgram
+from slim_scheduler.core.router.plan.waiting import Waiting
 from tests.core.facts import Table, cluster, seen, server, ten_ms_per_item, view
 
 RNG = default_rng(0)
@@ -118,14 +119,41 @@ def test_what_waits_is_load_only_where_it_is_to_be_worked_off(rho, load):
     assert ledger.load == pytest.approx(load, abs=0.021)
 
 
-@pytest.mark.parametrize(("queue", "load"), [(0.0, 0.88), (1.0, 40 / 133.3)])
-def test_a_queue_that_is_usual_is_no_load(queue, load):
-    plans = Plans(FACTS, Table(), rho=1.0, queue=queue)
-    ledger = PlanLedger(plans)
-    came(ledger, 40, 1.0)  # a second's arrivals are the queue that waits now
-    ledger.shares(view(seen("a"), seen("b"), waiting=40, now=2.0, completed=40))
-    assert ledger.load == pytest.approx(load, abs=0.021)
-    assert plans.usual_time((plans.whole, plans.steps)) >= queue
+def test_a_queue_that_may_stand_is_no_load():
+    plans, ledger = patient()
+    planned = [waits(ledger, round(30 * at), at, left=40) for at in np.arange(0.1, 30.0, 0.1)]
+    assert planned[-1] == pytest.approx(30 / plans.most(plans.whole), abs=0.041), (
+        "40 are less than two seconds' arrivals"
+    )
+    assert plans.usual_time((plans.whole, plans.steps)) >= 2.0
+
+
+@pytest.mark.parametrize(("beta", "planned"), [(0.0, 0.25), (0.01, 0.4), (0.1, 0.44), (10.0, 1.0)])
+def test_the_dearer_waiting_is_the_faster_a_longer_queue_is_worked_off(beta, planned):
+    _, ledger = patient(beta)
+    seen_so_far = [waits(ledger, round(30 * at), at, left=90) for at in np.arange(0.1, 30.0, 0.1)]
+    assert seen_so_far[-1] == pytest.approx(planned, abs=0.021), "90 are 30 too many"
+
+
+def test_who_lets_a_queue_stand_takes_no_burst_for_the_load():
+    plans, ledger = patient()
+    for at in np.arange(0.1, 30.0, 0.1):
+        before = waits(ledger, round(30 * at), at, left=0)
+    most = plans.most(plans.whole)
+    assert before == pytest.approx(30 / most, abs=0.041)
+    assert waits(ledger, 900 + 60, 30.1, left=50) < 50 / most, "600 a second in the last tenth"
+    assert waits(ledger, 900 + 60, 31.5, left=0) == 0.02, "nothing comes now, nor is anything left"
+
+
+def patient(beta: float = 0.01) -> tuple[Plans, PlanLedger]:
+    plans = Plans(FACTS, Table(), rho=1.0, waiting=Waiting(2.0, alpha=1.0, beta=beta, gamma=0.0))
+    return plans, PlanLedger(plans)
+
+
+def waits(ledger: PlanLedger, received: int, now: float, left: int) -> float:
+    """The load that is planned for, when so many have come, and some are left."""
+    ledger.shares(view(seen("a"), seen("b"), waiting=left, now=now, completed=received - left))
+    return ledger.load
 
 
 def came(ledger: PlanLedger, received: int, now: float) -> float:

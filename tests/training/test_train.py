@@ -17,6 +17,7 @@ from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.learned.router import learned_router
 from slim_scheduler.core.router.plan.plans import RHO, lp_plans
+from slim_scheduler.core.router.plan.waiting import waiting
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 from slim_scheduler.setup.config import TrainingConfig, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
@@ -193,10 +194,11 @@ def test_a_policy_says_what_plans_it_saw(tmp_path, rho, queue):
     router = learned_router(manifest, parameters, facts, small_table, "x")
     plans = router._encoder._ledger._plans
     if rho == "lp":
-        followed = lp_plans(facts, small_table(), queue=queue)
+        followed = lp_plans(facts, small_table(), waiting=waiting(queue, config.reward))
         key = (plans.whole, plans.steps)
         assert (plans.steps, plans.load(key)) == (followed.steps, followed.load(key))
         assert plans.usual_time(key) == followed.usual_time(key) >= queue
+        assert plans.waiting == followed.waiting
     else:
         assert plans.overload == rho
 

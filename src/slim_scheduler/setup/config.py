@@ -321,7 +321,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         key(
             "expert",
-            "so long a queue may stand at least before plans are of a higher load; 0: as `plan_rho` has it",
+            "so long a queue may stand, and a longer one as with `lp@SECONDS`; 0: as `plan_rho` has it",
             least=0,
         ),
     ] = 0.0

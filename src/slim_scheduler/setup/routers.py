@@ -34,6 +34,7 @@ from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import check_rho, lp_plans
+from slim_scheduler.core.router.plan.waiting import waiting
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.shape import ModelShape
@@ -95,7 +96,7 @@ class WidthArgument(NamedTuple):
 
 
 class PlanArgument(NamedTuple):
-    """How busy plans let each device and link be, where that is said, and so long a queue is usual at least."""
+    """How busy plans let each device and link be, where that is said, and so long a queue may stand."""
 
     rho: float | None = None
     queue: Seconds = 0.0
@@ -190,7 +191,7 @@ def _queue(text: str) -> PlanArgument:
     except ValueError:
         raise ConfigError(f"router lp@: {text!r} is no number of seconds; such as lp@0.1") from None
     if not 0 <= queue < math.inf:
-        raise ConfigError(f"router lp@{text}: a usual queue has 0 or more seconds; such as lp@0.1")
+        raise ConfigError(f"router lp@{text}: a queue that may stand has 0 or more seconds; such as lp@0.1")
     return PlanArgument(queue=queue)
 
 
@@ -216,7 +217,7 @@ def _plan(name: RouterName, inputs: RouterInputs) -> Router:
     facts, accuracy = _facts(name, inputs), inputs.accuracy()
     further = pairs(facts, accuracy) if inputs.escalates else ()
     rho, queue = name.argument or PlanArgument()
-    return PlanFollower(lp_plans(facts, accuracy, rho, further, queue), name.text)
+    return PlanFollower(lp_plans(facts, accuracy, rho, further, waiting(queue, inputs.reward)), name.text)
 
 
 def _learned(name: RouterName, inputs: RouterInputs) -> Router:

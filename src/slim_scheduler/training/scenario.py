@@ -13,6 +13,7 @@ from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import cluster_capacity
 from slim_scheduler.core.router.learned.router import policy_plans
 from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.plan.waiting import waiting
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.config import Config, ServerConfig
 from slim_scheduler.setup.machines import in_items_per_second, load_profiles, load_shape, router_facts
@@ -33,12 +34,13 @@ class PlansOf:
         self._accuracy = accuracy
         self._training = config.training
         self._escalates = config.router.escalation
+        self._waiting = waiting(config.training.plan_queue_s, config.reward)
         self._plans: Plans | None = None
 
     def __call__(self, facts: RouterFacts) -> Plans:
         if self._plans is None or self._plans.facts is not facts:
             training = self._training
-            self._plans = policy_plans(facts, self._accuracy, training.plan_rho, self._escalates, training.plan_queue_s)
+            self._plans = policy_plans(facts, self._accuracy, training.plan_rho, self._escalates, self._waiting)
         return self._plans
 
 

@@ -23,6 +23,7 @@ from slim_scheduler.core.router.learned.policy import MASKED, Network, NetworkSi
 from slim_scheduler.core.router.learned.situations import Situations
 from slim_scheduler.core.router.plan.choices import pairs
 from slim_scheduler.core.router.plan.plans import LP_STEPS, RHO, TWICE_PASSES, Plans, lp_plans
+from slim_scheduler.core.router.plan.waiting import Waiting
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import View
 
@@ -33,7 +34,8 @@ DECIMALS = 4  # float32 products differ between processors in the seventh digit
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy was made for. `layout` is the version of the columns it knows; `batch_time` is the unit of its
-    times, `plan_rho` and `plan_queue` are of the plans it sees (`Plans`); `training` and `reward` are for readers."""
+    times, `plan_rho` and `plan_queue` are of the plans it sees (`Plans`), and where a queue may stand so is `reward`;
+    `training` is for readers."""
 
     format: int = FORMAT
     layout: int = 1  # manifests from before it was counted are of the first
@@ -49,6 +51,15 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     reward: dict[str, Any] = {}
     training: dict[str, Any] = {}
+
+    def waiting(self, name: str) -> Waiting | None:
+        """That of its plans. Raises CheckpointError where the weights are not there."""
+        if not self.plan_queue:
+            return None
+        try:
+            return msgspec.convert({**self.reward, "queue": self.plan_queue}, Waiting)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{name}: its reward does not say what waiting costs: {error}") from None
 
     def check_fits(self, facts: RouterFacts, name: str) -> None:
         """Raises CheckpointError where the policy is for another network or other choices."""
@@ -142,7 +153,9 @@ def learned_router(
         manifest.kind,
         facts,
         manifest.batch_time,
-        lambda: policy_plans(facts, accuracy(), manifest.plan_rho, manifest.kind == "escalating", manifest.plan_queue),
+        lambda: policy_plans(
+            facts, accuracy(), manifest.plan_rho, manifest.kind == "escalating", manifest.waiting(name)
+        ),
     )
     if manifest.kind == "paper" and len(facts.servers) != manifest.sizes.servers:
         encoder = _OtherCluster(encoder, manifest)
@@ -154,15 +167,15 @@ def learned_router(
 
 
 def policy_plans(
-    facts: RouterFacts, accuracy: AccuracyTable, rho: PlanRho, escalates: bool, queue: Seconds = 0.0
+    facts: RouterFacts, accuracy: AccuracyTable, rho: PlanRho, escalates: bool, waiting: Waiting | None = None
 ) -> Plans:
     """The plans that a policy sees. Raises InputError, for second passes of a table without margins."""
     further = pairs(facts, accuracy) if escalates else ()
     if rho == "lp":
-        return lp_plans(facts, accuracy, None, further, queue)
+        return lp_plans(facts, accuracy, None, further, waiting)
     if not escalates:
-        return Plans(facts, accuracy, rho, queue=queue)
-    return Plans(facts, accuracy, rho, further, LP_STEPS, usual_passes=TWICE_PASSES, queue=queue)
+        return Plans(facts, accuracy, rho, waiting=waiting)
+    return Plans(facts, accuracy, rho, further, LP_STEPS, usual_passes=TWICE_PASSES, waiting=waiting)
 
 
 class _OtherCluster:

@@ -13,26 +13,20 @@ from numpy.random import Generator
 from slim_scheduler.core.router.costs import choices_of, items_per_second, server_costs
 from slim_scheduler.core.router.escalation import Choice, is_wider
 from slim_scheduler.core.router.heuristics import allowed
+from slim_scheduler.core.router.plan.load import LOOK_EVERY, PatientLoad, PromptLoad
 from slim_scheduler.core.router.plan.plans import Fleet, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, View
 
-PLAN_EVERY: Seconds = 1.0
-LOOK_EVERY: Seconds = 0.1  # as often as servers report: whether more comes, or is there, than usual
-MEMORY = 0.5  # weight of the seconds before in the measured load
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
-RISE = 4.0  # standard deviations of Poisson requests; a rise beyond them is hardly chance, and counts at once
 SLOWER = 2.0  # steps in which servers differ in pace, for plans: every load step of a new fleet is solved when needed
 STAYS = 0.75  # of such a step that a server may be away from what is planned for
 STEPS_ABOVE = 1  # so far below its own step the load may be before a plan goes: each change costs half-full batches
 
 
 class PlanLedger:
-    """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not.
-
-    A load that rose by more than chance would have it counts at once, not by and by.
-    """
+    """The plan for the measured load, and what was sent since it is followed. It is of one run; the plans are not."""
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
@@ -41,10 +35,8 @@ class PlanLedger:
         self._carries = {
             name: items_per_second(server, self._facts.shape, narrowest) for name, server in self._facts.servers.items()
         }
-        self._load: float | None = None
+        self._load = PromptLoad() if plans.waiting is None else PatientLoad(plans.most(plans.whole))
         self._looked_at: Seconds = 0.0
-        self._measured_at: Seconds = 0.0
-        self._seen = (0, 0)  # items and requests that had arrived then
         self._current: PlanKey | None = None
         self._paces: dict[ServerName, float] = {}  # of the servers in service
         self._fleet: Fleet = ()  # these, as plans know them
@@ -147,7 +139,7 @@ class PlanLedger:
         paces = {name: servers[name].pace for name in self._facts.servers if name in servers and servers[name].up}
         if self._current is None or paces != self._paces or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
-            self._measure(view)
+            self._load.look(view)
             if paces != self._paces:
                 self._paces = paces
                 self._fleet = self._slowed(paces)
@@ -159,21 +151,6 @@ class PlanLedger:
                 self._given.clear()
         assert self._current is not None
         return self._current
-
-    def _measure(self, view: View) -> None:
-        """Items per second that are offered, every second, or sooner where they have become more."""
-        since = view.now - self._measured_at
-        if since < (PLAN_EVERY if self._load is None else LOOK_EVERY):
-            return
-        items, requests = view.received - self._seen[0], view.requests - self._seen[1]
-        rate, size = items / since, items / requests if requests else 1.0
-        if self._load is None or rate > self._load + RISE * math.sqrt(size * max(self._load, size / since) / since):
-            self._load = rate
-        elif since < PLAN_EVERY:
-            return
-        else:
-            self._load = MEMORY * self._load + (1 - MEMORY) * rate
-        self._measured_at, self._seen = view.now, (view.received, view.requests)
 
     def _slowed(self, paces: Mapping[ServerName, float]) -> Fleet:
         """The servers with how many times slower each is than the fastest by its profile, in large steps.
@@ -194,11 +171,17 @@ class PlanLedger:
 
     def _step(self, view: View, fleet: Fleet) -> int:
         """The load as a step, rounded up. Before anything was measured: the highest."""
-        most = self._plans.steps
-        if self._load is None:
+        most, expected, now = self._plans.steps, self._load.expected, self._load.now
+        if expected is None or now is None:
             return most
-        catch_up = 0.0 if self._plans.overloaded else self._excess(view) / CATCH_UP
-        steps = most * (self._load + catch_up) / (self._carried * self._plans.most(fleet))
+        carried = self._carried * self._plans.most(fleet)
+        excess = 0.0 if self._plans.overloaded else self._excess(view)
+        if self._plans.waiting is None:
+            steps = most * (expected + excess / CATCH_UP) / carried
+        elif excess:
+            steps = self._plans.worked_off(fleet, most * expected / carried, excess / self._carried)
+        else:
+            steps = most * now / carried
         kept = self._plans.every(fleet) + STEPS_ABOVE
         if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < kept:
             return self._current[1]
@@ -212,10 +195,11 @@ class PlanLedger:
             for (segment, _), count in server.pending.items():
                 tasks[segment] += count
         there = sum(tasks)
-        if self._load is None or not there:
+        expected = self._load.expected
+        if expected is None or not there:
             return 0.0
         plan = self._current or (self._plans.whole, self._plans.steps)
-        usual = self._load * self._plans.usual_time(plan) / self._carried
+        usual = expected * self._plans.usual_time(plan) / self._carried
         left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
         return left * max(0.0, 1 - usual / there)
 

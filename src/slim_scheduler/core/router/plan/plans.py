@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -12,6 +13,7 @@ from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
+from slim_scheduler.core.router.plan.waiting import Waiting, queues, slopes
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
 LOAD_STEPS = 50  # plans between no load and the highest, where nobody asks for others
@@ -50,8 +52,8 @@ class Plans:
     """`rho`: how busy the plans let each device and link be. Above 1 they send that many times what can be done, and
     the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. `links`: how busy
     each link may be, where that is not the same. `usual_passes`: how long the queue usually is; for what is beyond it,
-    whoever follows these plans takes one of a higher load. `queue`: so long a queue is usual at least. Raises
-    InputError for a `rho` that is not in (0, 2]."""
+    whoever follows these plans takes one of a higher load. `waiting`: so long a queue may stand instead, and what a
+    longer one costs. Raises InputError for a `rho` that is not in (0, 2]."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Plans:
         steps: int = LOAD_STEPS,
         links: float | None = None,
         usual_passes: float = USUAL_PASSES,
-        queue: Seconds = 0.0,
+        waiting: Waiting | None = None,
     ) -> None:
         check_rho(rho)
         self.facts = facts
@@ -74,13 +76,15 @@ class Plans:
         self._rho = min(1.0, rho)
         self._links = links
         self._usual_passes = usual_passes
-        self._queue = queue
+        self.waiting = waiting
         self._fleets: dict[Fleet, tuple[RouterFacts, PlanProgram, float]] = {}
         self.whole: Fleet = tuple((name, 1.0) for name in facts.servers)
         self._shares: dict[PlanKey, Shares] = {}
         self._prices: dict[PlanKey, Prices] = {}
         self._worth: dict[PlanKey, dict[WidthTuple, float]] = {}
         self._passes: dict[PlanKey, tuple[Seconds, Seconds]] = {}
+        self._slopes: list[float] = []
+        self._queues: dict[int, list[float]] = {}
         for step in range(1, steps + 1):  # now, not while a request waits
             self.shares((self.whole, step))
 
@@ -121,7 +125,26 @@ class Plans:
                 messages += rate / plan.load * 2 * server.link_latency
             self._passes[key] = (time, messages)
         time, messages = self._passes[key]
-        return max(self._queue, self._usual_passes * time + messages)
+        usual = self._usual_passes * time + messages
+        return max(self.waiting.queue, usual) if self.waiting is not None else usual
+
+    def worked_off(self, fleet: Fleet, expected: float, queue: float) -> int:
+        """The step at which so many items beyond the usual are best worked off, by what waiting costs, where
+        `expected`, in steps, is to come. A fleet is taken for a smaller whole one: no plan has to be made for this."""
+        at = self.step(self.whole, expected)
+        if at not in self._queues:
+            self._queues[at] = self._worth_a_step(at)
+        return bisect_right(self._queues[at], queue * self.most(self.whole) / self.most(fleet))
+
+    def _worth_a_step(self, expected: int) -> list[float]:
+        """For each step the queue from which on it is the best."""
+        assert self.waiting is not None
+        keys = [(self.whole, step) for step in range(1, self.steps + 1)]
+        rates = [self.load(key) / self.overload for key in keys]
+        if not self._slopes:
+            self._slopes = slopes(rates, [self.shares(key).plan.accuracy for key in keys])
+        power = self.shares((self.whole, expected)).plan.power / len(self.whole)
+        return queues(rates, self._slopes, expected - 1, self.waiting.cost(self.facts.shape.segments, power))
 
     def prices(self, key: PlanKey) -> Prices:
         if key not in self._prices:
@@ -183,13 +206,13 @@ def lp_plans(
     accuracy: AccuracyPrior,
     rho: float | None = None,
     pairs: Sequence[Choice] = (),
-    queue: Seconds = 0.0,
+    waiting: Waiting | None = None,
 ) -> Plans:
-    """The plans that `lp` follows, or with a `rho` `lp:RHO`; so long a `queue` is usual at least."""
+    """The plans that `lp` follows, with a `rho` `lp:RHO`, and where a queue may stand `lp@SECONDS`."""
     passes = TWICE_PASSES if pairs else LP_PASSES if rho is None else LP_RHO_PASSES
     if rho is None:
-        return Plans(facts, accuracy, 1.0, pairs, LP_STEPS, LP_LINKS, passes, queue)
-    return Plans(facts, accuracy, rho, pairs, LP_STEPS, usual_passes=passes, queue=queue)
+        return Plans(facts, accuracy, 1.0, pairs, LP_STEPS, LP_LINKS, passes, waiting)
+    return Plans(facts, accuracy, rho, pairs, LP_STEPS, usual_passes=passes, waiting=waiting)
 
 
 def _slowed(server: ServerFacts, factor: float) -> ServerFacts:
