@@ -20,11 +20,12 @@ from slim_scheduler.core.messages import (
     StartBatch,
 )
 from slim_scheduler.core.profile import Curve
-from slim_scheduler.core.router.costs import ServerCost
+from slim_scheduler.core.router.costs import ServerCost, seconds_per_item
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
 from slim_scheduler.core.router.plan import plans as plans_module
 from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
 from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.plan.program import NOTHING, PlanProgram
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.server.pace import STAYS, STEP, Pace
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
@@ -237,6 +238,56 @@ def test_a_load_at_the_edge_of_a_step_changes_no_plan_over_and_over(slowed):
         ledger.shares(msgspec.structs.replace(now, received=received, requests=received))
         loads.append(ledger.load)
     assert sum(a != b for a, b in pairwise(loads[5:])) <= 1
+
+
+SLOW_A = (("a", 2.0), ("b", 1.0))  # another fleet than the whole one
+
+
+def test_plans_that_are_mixed_are_near_the_best_and_keep_all_limits():
+    plans = Plans(FACTS, Table(), rho=0.9, steps=100)
+    facts, program, _ = plans._fleet(SLOW_A)
+    for step in (5, 11, 20, 38, 66, 95, 96, 100):
+        mixed = plans.shares((SLOW_A, step)).plan
+        best = program.most_even(plans.load((SLOW_A, step)))
+        assert best.accuracy - 0.01 <= mixed.accuracy <= best.accuracy + 1e-6
+        if step > 10:  # below, the plan of ten steps is followed
+            assert mixed.load == pytest.approx(best.load)
+        for name, of_server in facts.servers.items():
+            busy = sum(
+                rate * seconds_per_item(of_server, s.segment, s.previous_width, s.width)
+                for (at, s), rate in mixed.steps.items()
+                if at == name
+            )
+            assert busy <= 0.9 + 1e-6
+        for segment in range(FACTS.shape.segments):
+            rates = [rate for (_, s), rate in mixed.steps.items() if s.segment == segment]
+            assert sum(rates) == pytest.approx(mixed.load, rel=10 * NOTHING)
+
+
+def test_no_look_waits_for_two_plans(monkeypatch):
+    plans = Plans(FACTS, Table(), rho=1.0, steps=100)
+    ledger, made = PlanLedger(plans), []
+    monkeypatch.setattr(PlanProgram, "most_even", counted(PlanProgram.most_even, made))
+    most, now, received, planned = plans.most(SLOW_A), 1.0, 0.0, []
+    for load in (0.42, 0.42, 0.42, 0.87, 0.87, 0.87, 0.23, 0.23, 0.23):
+        for _ in range(10):
+            before = len(made)
+            now, received = now + 0.1, received + 0.1 * load * most
+            state = view(slow("a", 2.0), seen("b"), waiting=0, now=now)
+            ledger.shares(msgspec.structs.replace(state, received=round(received), requests=round(received)))
+            planned.append(ledger.load)
+            assert len(made) <= before + 1
+    assert 0 < len(made) <= 10
+    assert planned[29] == pytest.approx(0.44, abs=0.02), "not 0.5"
+    assert planned[59] == pytest.approx(0.87, abs=0.025), "not 0.9"
+
+
+def counted(method, made):
+    def counting(self, load):
+        made.append(load)
+        return method(self, load)
+
+    return counting
 
 
 def test_the_load_is_told_in_items_that_come_whatever_the_pace():

@@ -20,7 +20,7 @@ from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, Widt
 from slim_scheduler.core.view import Head, View
 
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
-SLOWER = 2.0  # steps in which servers differ in pace, for plans: every load step of a new fleet is solved when needed
+SLOWER = 2.0  # steps in which servers differ in pace, for plans: those of a new fleet are made when needed
 STAYS = 0.75  # of such a step that a server may be away from what is planned for
 STEPS_ABOVE = 1  # so far below its own step the load may be before a plan goes: each change costs half-full batches
 
@@ -182,8 +182,7 @@ class PlanLedger:
             steps = self._plans.worked_off(fleet, most * expected / carried, excess / self._carried)
         else:
             steps = most * now / carried
-        kept = self._plans.every(fleet) + STEPS_ABOVE
-        if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < kept:
+        if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < 1 + STEPS_ABOVE:
             return self._current[1]
         return self._plans.step(fleet, steps)
 

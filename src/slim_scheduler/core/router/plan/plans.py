@@ -12,7 +12,7 @@ from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
 from slim_scheduler.core.router.escalation import Choice
-from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices
+from slim_scheduler.core.router.plan.program import Plan, PlanProgram, Prices, mixed
 from slim_scheduler.core.router.plan.waiting import Waiting, queues, slopes
 from slim_scheduler.core.types import Seconds, ServerName, Width, WidthTuple
 
@@ -30,7 +30,7 @@ Target = tuple[ServerName, Width]
 Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
 PlanKey = tuple[Fleet, int]  # and the load step
 MOST_FLEETS = 32  # whose plans are kept, beside the whole one
-PART_STEPS = 10  # of any other fleet, whose plans are made while a request waits
+PART_STEPS = 10  # of any other fleet, whose plans are made while a request waits; those between are mixed of two
 
 
 class HeadKind(msgspec.Struct, frozen=True, gc=False):
@@ -93,13 +93,20 @@ class Plans:
         return self._fleet(fleet)[2] * self.overload
 
     def step(self, fleet: Fleet, steps: float) -> int:
-        """The step at which so many steps are planned for: the next one up, of those that the fleet has."""
-        every = self.every(fleet)
-        return max(1, min(self.steps, every * math.ceil(steps / every)))
+        """The step at which so many steps are planned for: the next one up. At most one plan has to be made for it, so
+        of a new fleet it is at first the next one up that is not mixed."""
+        step = max(1, min(self.steps, math.ceil(steps)))
+        below, above = self._mixed_of(fleet, step)
+        if (fleet, above) not in self._shares:
+            return above
+        if below:
+            self.shares((fleet, below))
+        return step
 
-    def every(self, fleet: Fleet) -> int:
-        """Of how many steps the fleet has one."""
-        return 1 if fleet == self.whole else max(1, self.steps // PART_STEPS)
+    def _mixed_of(self, fleet: Fleet, step: int) -> tuple[int, int]:
+        """The steps whose plans are mixed for this one's; its own where that is the program's."""
+        every = 1 if fleet == self.whole else max(1, self.steps // PART_STEPS)
+        return step // every * every, min(self.steps, -(-step // every) * every)
 
     def load(self, key: PlanKey) -> float:
         """The load of a step, items per second."""
@@ -107,8 +114,16 @@ class Plans:
 
     def shares(self, key: PlanKey) -> "Shares":
         if key not in self._shares:
-            plan = self._fleet(key[0])[1].most_even(self.load(key) / self.overload)
-            assert plan is not None, "a load below the highest can be carried"
+            fleet, step = key
+            below, above = self._mixed_of(fleet, step)
+            if below == step or above == step:
+                plan = self._fleet(fleet)[1].most_even(self.load(key) / self.overload)
+                assert plan is not None, "a load below the highest can be carried"
+            elif not below:
+                plan = self.shares((fleet, above)).plan
+            else:
+                low, high = (self.shares((fleet, end)).plan for end in (below, above))
+                plan = mixed(low, high, self.load(key) / self.overload)
             self._shares[key] = Shares(plan)
         return self._shares[key]
 
@@ -147,6 +162,8 @@ class Plans:
         return queues(rates, self._slopes, expected - 1, self.waiting.cost(self.facts.shape.segments, power))
 
     def prices(self, key: PlanKey) -> Prices:
+        """At the load of the step, or of the next one up that is not mixed."""
+        key = (key[0], self._mixed_of(*key)[1])
         if key not in self._prices:
             prices = self._fleet(key[0])[1].prices(self.load(key) / self.overload)
             assert prices is not None, "a load below the highest can be carried"

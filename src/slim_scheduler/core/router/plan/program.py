@@ -13,9 +13,9 @@ its lower convex hull over the work done.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,8 @@ from slim_scheduler.core.router.base import RouterFacts, ServerFacts
 from slim_scheduler.core.router.costs import seconds_per_item
 from slim_scheduler.core.router.escalation import Choice
 from slim_scheduler.core.types import Joules, Seconds, ServerName, Watts, Width, WidthTuple
+
+K = TypeVar("K", bound=Hashable)
 
 MOST_TUPLES = 65_536
 LOGIT_BYTES = 4  # fp32
@@ -75,6 +77,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             by = shares.setdefault(step.segment, {})
             by[server, step.width] = by.get((server, step.width), 0.0) + rate / self.load
         return shares
+
+
+def mixed(low: Plan, high: Plan, load: float) -> Plan:
+    """A plan for a load between those of two: each for its share of the time, which no limit forbids. It is not the
+    best one, but near it, since the best accuracy that a load can have is nearly straight over a short way."""
+    part = (load - low.load) / (high.load - low.load)
+    right = (1 - part) * low.load * low.accuracy + part * high.load * high.accuracy
+    return Plan(
+        load=load,
+        accuracy=right / load,
+        power=(1 - part) * low.power + part * high.power,
+        work=_weighted(low.work, high.work, part),
+        choices=_weighted(low.choices, high.choices, part),
+        steps=_weighted(low.steps, high.steps, part),
+        outputs=_weighted(low.outputs, high.outputs, part),
+        stays=_weighted(low.stays, high.stays, part),
+    )
+
+
+def _weighted(low: Mapping[K, float], high: Mapping[K, float], part: float) -> dict[K, float]:
+    return {key: (1 - part) * low.get(key, 0.0) + part * high.get(key, 0.0) for key in {**low, **high}}
 
 
 class Prices(msgspec.Struct, frozen=True):
