@@ -39,7 +39,9 @@ def test_what_it_sends_has_the_plans_shares(load):
             of_kind = sum(rate for (_, s), rate in plan.steps.items() if s[:2] == (segment, previous))
             sent = Counter()
             for _ in range(2000):
-                now = view(seen("a"), seen("b"), segment=segment, previous=previous, waiting=1, now=1.5, completed=load)
+                now = view(
+                    seen("a"), seen("b"), segment=segment, previous=previous, waiting=1, now=1.05, completed=load
+                )
                 decision = router.decide(now, RNG)
                 sent[decision.server, decision.width] += decision.group
             for target, count in sent.items():
@@ -176,6 +178,17 @@ def test_a_rise_beyond_chance_counts_at_once(after):
     ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
     came(ledger, 30, 1.0)
     assert came(ledger, 30 + round(120 * after), 1.0 + after) * most == pytest.approx(120, abs=2.8)
+
+
+@pytest.mark.parametrize("after", [0.2, 0.5, 0.8])
+def test_a_fall_beyond_chance_counts_at_once(after):
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
+    most = PlanProgram(FACTS, Table()).max_load()
+    came(ledger, 120, 1.0)
+    assert came(ledger, 120 + 100, 2.0) * most == pytest.approx(110, abs=2.8), "so much less is chance"
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
+    came(ledger, 120, 1.0)
+    assert came(ledger, 120 + round(10 * after), 1.0 + after) * most == pytest.approx(10, abs=2.8)
 
 
 @pytest.mark.parametrize("size", [1, 32])

@@ -181,7 +181,7 @@ class PlanLedger:
         elif excess:
             steps = self._plans.worked_off(fleet, most * expected / carried, excess / self._carried)
         else:
-            steps = most * now / carried
+            steps = most * min(now, expected) / carried
         if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < 1 + STEPS_ABOVE:
             return self._current[1]
         return self._plans.step(fleet, steps)
