@@ -191,6 +191,14 @@ def test_a_fall_beyond_chance_counts_at_once(after):
     assert came(ledger, 120 + round(10 * after), 1.0 + after) * most == pytest.approx(10, abs=2.8)
 
 
+def test_who_lets_the_queue_grow_takes_no_fall_for_the_load():
+    """Nothing but the load tells its plans from those of an empty cluster: all that waits would go wide at once."""
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.5))
+    came(ledger, 120, 1.0)
+    assert came(ledger, 121, 1.9) == pytest.approx(120 / 200, abs=0.021)
+    assert came(ledger, 121, 2.1) == pytest.approx(60 / 200, abs=0.021)
+
+
 @pytest.mark.parametrize("size", [1, 32])
 def test_requests_of_many_items_are_no_rise(size):
     """Steady Poisson requests: the load that is planned for stays near what comes."""

@@ -35,7 +35,8 @@ class PlanLedger:
         self._carries = {
             name: items_per_second(server, self._facts.shape, narrowest) for name, server in self._facts.servers.items()
         }
-        self._load = PromptLoad() if plans.waiting is None else PatientLoad(plans.most(plans.whole))
+        patient = plans.waiting is not None
+        self._load = PatientLoad(plans.most(plans.whole)) if patient else PromptLoad(falls=not plans.overloaded)
         self._looked_at: Seconds = 0.0
         self._current: PlanKey | None = None
         self._paces: dict[ServerName, float] = {}  # of the servers in service

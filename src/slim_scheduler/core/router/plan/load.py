@@ -19,9 +19,11 @@ NOW_HALF_LIFE: Seconds = 0.2  # of one for who can wait: what it misses the queu
 
 class PromptLoad:
     """Items per second that come `now`, and are `expected` to: a mean over seconds, which a change by more than chance
-    would have it replaces at once. None before anything was measured."""
+    would have it replaces at once. None before anything was measured. Without `falls` only a rise does: for who works
+    no queue off, a queue that is there when less comes would be served as if it were not."""
 
-    def __init__(self) -> None:
+    def __init__(self, falls: bool = True) -> None:
+        self._falls = falls
         self.now: float | None = None
         self._measured_at: Seconds = 0.0
         self._seen = (0, 0)  # items and requests that had arrived then
@@ -37,13 +39,16 @@ class PromptLoad:
             return
         items, requests = view.received - self._seen[0], view.requests - self._seen[1]
         rate, size = items / since, items / requests if requests else 1.0
-        if load is None or abs(rate - load) > CHANCE * math.sqrt(size * max(load, size / since) / since):
+        if load is None or self._changed(rate - load, CHANCE * math.sqrt(size * max(load, size / since) / since)):
             self.now = rate
         elif since < MEAN_EVERY:
             return
         else:
             self.now = MEMORY * load + (1 - MEMORY) * rate
         self._measured_at, self._seen = view.now, (view.received, view.requests)
+
+    def _changed(self, by: float, chance: float) -> bool:
+        return by > chance or (self._falls and by < -chance)
 
 
 class PatientLoad:
