@@ -3,12 +3,12 @@
 An item that goes now lets all behind it go sooner, until the queue is gone. So one more is worth, beyond what it is
 worth without a queue, what waiting costs times the time until then: the costate of Pontryagin's principle where
 f(rate) = rate * accuracy(rate) is to be the highest and each second of an item's waiting costs `cost`. With the load
-that is expected to come, `mean`, and `left` seconds until the queue is gone
+that is `expected` to come, and `left` seconds until the queue is gone
 
-    f'(rate) = f'(mean) - cost * left,    queue = the integral of (rate - mean) over these seconds.
+    f'(rate) = f'(expected) - cost * left,    queue = the integral of (rate - expected) over these seconds.
 
-Where f bends evenly that is rate - mean = sqrt(2 * cost * queue / |f''|): a short queue is worked off gently, a long
-one not in proportion, and no queue at any price.
+Where f bends evenly that is rate - expected = sqrt(2 * cost * queue / |f''|): a short queue is worked off gently, a
+long one not in proportion, and no queue at any price.
 """
 
 import math
