@@ -124,7 +124,7 @@ def view(
     per_segment = [waiting if s == segment else 0 for s in range(SEGMENTS)]
     views = {s.name: s for s in servers}
     received = completed + waiting + sum(s.outstanding for s in servers)
-    return View(now, head, waiting, per_segment, completed, views, choices(views), received)
+    return View(now, head, waiting, per_segment, completed, views, choices(views), received, received)
 
 
 def choices(servers: Mapping[str, ServerView], full_too: bool = False) -> dict[str, ServerView]:

@@ -150,6 +150,22 @@ def test_who_may_be_chosen_is_computed_once_for_all_routers():
     assert seen == [(False, ("a", "b")), (False, ("b",)), (True, ("a", "b")), (True, ("a", "b"))]
 
 
+def test_a_view_has_what_came_refused_or_not():
+    seen = []
+
+    class Watches:
+        name, chooses_full = "watches", False
+
+        def decide(self, view, rng):
+            seen.append((view.received, view.squares))
+            return Decision("a", 0.5, 8)
+
+    made = dispatcher(Watches(), credit=100, max_waiting_items=4)
+    for number, items in enumerate((3, 1, 5, 2), start=1):
+        arrive(made, request(number, items=items), 0.0)
+    assert seen == [(3, 9), (4, 10), (11, 39)], "five are too many"
+
+
 def test_random_waits_for_its_server_however_much_waits():
     made = dispatcher(RandomRouter((1,)), servers=("a", "b"), credit=3)
     commands = arrive(made, request(1, items=20), 0.0)

@@ -235,7 +235,7 @@ def test_a_load_at_the_edge_of_a_step_changes_no_plan_over_and_over(slowed):
     for second in range(1, 40):
         received += round(1000 * most * (0.449 if second % 2 else 0.4505)) / 1000
         now = view(slow("a", slowed), seen("b"), waiting=0, now=float(second))
-        ledger.shares(msgspec.structs.replace(now, received=received, requests=received))
+        ledger.shares(msgspec.structs.replace(now, received=received, squares=received))
         loads.append(ledger.load)
     assert sum(a != b for a, b in pairwise(loads[5:])) <= 1
 
@@ -274,7 +274,7 @@ def test_no_look_waits_for_two_plans(monkeypatch):
             before = len(made)
             now, received = now + 0.1, received + 0.1 * load * most
             state = view(slow("a", 2.0), seen("b"), waiting=0, now=now)
-            ledger.shares(msgspec.structs.replace(state, received=round(received), requests=round(received)))
+            ledger.shares(msgspec.structs.replace(state, received=round(received), squares=round(received)))
             planned.append(ledger.load)
             assert len(made) <= before + 1
     assert 0 < len(made) <= 10

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from slim_scheduler.core.errors import InputError
+from slim_scheduler.core.errors import InputError, RouterError
 from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
+from slim_scheduler.core.router.plan.load import PromptLoad
 from slim_scheduler.core.router.plan.plans import LOAD_STEPS, HeadKind, Plans
 from slim_scheduler.core.router.plan.program import PlanProgram
 from slim_scheduler.core.router.plan.waiting import Waiting
@@ -82,6 +83,23 @@ def test_a_server_that_is_out_of_service_is_planned_without():
         assert router.decide(view(down, seen("b"), now=1.5, completed=20), RNG).server == "b"
 
 
+def test_a_server_that_drains_is_planned_without():
+    """Else what goes beyond its share finds the other one full, though the plan says that there is room."""
+    ledger = PlanLedger(Plans(FACTS, Table(), rho=1.0))
+    most = PlanProgram(cluster(server("b", lambda *kind: 3 * ten_ms_per_item(*kind))), Table()).max_load()
+    a = seen("a")
+    ledger.shares(view(a, seen("b"), waiting=0, now=1.0, completed=30))
+    a.draining, a.limit = True, 0
+    shares = ledger.shares(view(a, seen("b"), waiting=0, now=1.01, completed=30))
+    assert {name for name, _ in shares} == {"b"}
+    assert ledger.load == pytest.approx(30 / most, abs=0.021)
+
+
+def test_where_no_server_in_service_has_a_profile_it_says_so():
+    with pytest.raises(RouterError, match="no server in service has a profile"):
+        PlanLedger(Plans(FACTS, Table(), rho=1.0)).shares(view(seen("new"), now=1.0))
+
+
 def test_a_full_server_is_passed_over():
     router = after_a_second_at(120)
     for _ in range(20):
@@ -103,6 +121,11 @@ def test_what_lies_at_its_home_stays_there_where_links_are_narrow():
 def test_how_busy_devices_may_be_has_bounds(rho):
     with pytest.raises(InputError, match=f"rho is {rho:g}; it must be above 0 and at most 2"):
         Plans(FACTS, Table(), rho)
+
+
+def test_a_queue_stands_or_grows():
+    with pytest.raises(InputError, match=r"rho is 1.5 and a queue of 0.1 s may stand"):
+        Plans(FACTS, Table(), rho=1.5, waiting=Waiting(0.1, alpha=1.0, beta=0.01, gamma=0.0))
 
 
 def test_above_one_a_plan_is_that_of_a_lower_load():
@@ -130,6 +153,21 @@ def test_a_queue_that_may_stand_is_no_load():
     assert plans.usual_time((plans.whole, plans.steps)) >= 2.0
 
 
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("left", "planned"), [(2.0, 0.25), (3.0, 0.4)])
+def test_so_long_a_queue_may_stand_whatever_the_pace(left, planned, pace):
+    """`left`: seconds of arrivals; two may stand. Servers half as fast work off half the queue as they would it all."""
+    _, ledger = patient()
+    servers = seen("a"), seen("b")
+    for one in servers:
+        one.report = msgspec.structs.replace(one.report, pace=pace)
+    load = 30 / pace
+    for at in np.arange(0.1, 30.0, 0.1):
+        waits = round(left * load)
+        ledger.shares(view(*servers, waiting=waits, now=at, completed=round(load * at) - waits))
+    assert ledger.load == pytest.approx(planned, abs=0.021)
+
+
 @pytest.mark.parametrize(("beta", "planned"), [(0.0, 0.25), (0.01, 0.4), (0.1, 0.44), (10.0, 1.0)])
 def test_the_dearer_waiting_is_the_faster_a_longer_queue_is_worked_off(beta, planned):
     _, ledger = patient(beta)
@@ -147,6 +185,19 @@ def test_who_lets_a_queue_stand_takes_no_burst_for_the_load():
     assert waits(ledger, 900 + 60, 31.5, left=0) == 0.02, "nothing comes now, nor is anything left"
 
 
+def test_where_a_queue_may_stand_a_lull_makes_no_task_stay_longer():
+    """Tasks there over the rate are how long they stay: what training charges."""
+    _, ledger = patient()
+    for at in np.arange(0.1, 30.0, 0.1):
+        waits(ledger, round(60 * at), at, left=4)
+    steady = ledger.rate(view(seen("a"), seen("b"), waiting=4, now=30.0, completed=1790))
+    waits(ledger, 1794, 30.5, left=4)
+    assert ledger.load < 0.1, "hardly anything comes now"
+    lull = ledger.rate(view(seen("a"), seen("b"), waiting=4, now=30.5, completed=1790))
+    assert steady == pytest.approx(60, rel=0.1)
+    assert lull > 0.8 * steady
+
+
 def patient(beta: float = 0.01) -> tuple[Plans, PlanLedger]:
     plans = Plans(FACTS, Table(), rho=1.0, waiting=Waiting(2.0, alpha=1.0, beta=beta, gamma=0.0))
     return plans, PlanLedger(plans)
@@ -160,7 +211,8 @@ def waits(ledger: PlanLedger, received: int, now: float, left: int) -> float:
 
 def came(ledger: PlanLedger, received: int, now: float) -> float:
     """The load that is planned for, when so many have come, of which most were refused or expired."""
-    ledger.shares(msgspec.structs.replace(view(seen("a"), seen("b"), waiting=0, now=now), received=received))
+    idle = view(seen("a"), seen("b"), waiting=0, now=now)
+    ledger.shares(msgspec.structs.replace(idle, received=received, squares=received))
     return ledger.load
 
 
@@ -199,19 +251,27 @@ def test_who_lets_the_queue_grow_takes_no_fall_for_the_load():
     assert came(ledger, 121, 2.1) == pytest.approx(60 / 200, abs=0.021)
 
 
-@pytest.mark.parametrize("size", [1, 32])
-def test_requests_of_many_items_are_no_rise(size):
-    """Steady Poisson requests: the load that is planned for stays near what comes."""
-    plans, rng = Plans(FACTS, Table(), rho=1.0), default_rng(7)
-    ledger, load = PlanLedger(plans), 0.4 * plans.most(plans.whole)
-    at, requests, planned = 0.0, 0, []
-    while at < 400.0:
-        at += rng.exponential(size / load)
-        requests += 1
-        now = view(seen("a"), seen("b"), waiting=0, now=at)
-        ledger.shares(msgspec.structs.replace(now, received=size * requests, requests=requests))
-        planned.append(ledger.load)
-    assert np.mean(planned[len(planned) // 10 :]) == pytest.approx(0.4, rel=0.25)
+@pytest.mark.parametrize("load", [0.1, 0.4])
+@pytest.mark.parametrize(("sizes", "of"), [([1], [1.0]), ([32], [1.0]), ([1, 32], [0.8, 0.2])])
+def test_steady_requests_of_many_items_are_no_change(load, sizes, of):
+    """Poisson requests, looked at ten times a second: what is taken for the load is what chance makes of its mean."""
+    rng, seen_at = default_rng(7), PromptLoad()
+    rate = load * 1000
+    gaps = rng.exponential(np.dot(sizes, of) / rate, 100_000)
+    times, items = np.cumsum(gaps), rng.choice(sizes, len(gaps), p=of)
+    received, squares = np.cumsum(items), np.cumsum(items**2)
+    found = []
+    for now in np.arange(0.1, min(400.0, times[-1]), 0.1):
+        n = int(np.searchsorted(times, now))
+        so_far = (int(received[n - 1]), int(squares[n - 1])) if n else (0, 0)
+        idle = view(seen("a"), waiting=0, now=now)
+        seen_at.look(msgspec.structs.replace(idle, received=so_far[0], squares=so_far[1]))
+        found.append(seen_at.now)
+    loads = np.array(found[20:])
+    spread = np.sqrt(np.dot(np.square(sizes), of) / np.dot(sizes, of) / rate)  # of one second's mean
+    assert np.mean(loads) == pytest.approx(rate, rel=0.1)
+    assert np.std(loads) / rate < spread, "half of the last second's, a quarter of the one before: 0.58 of it"
+    assert np.mean(loads < rate * max(0.0, 1 - 3 * spread)) < 0.01
 
 
 @pytest.mark.parametrize(("rho", "width"), [(1.0, 0.5), (1.5, 1.0)])

@@ -139,8 +139,8 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 class View(msgspec.Struct, frozen=True, gc=False):
     """All that a router may look at for one decision, which is among `choices`. There is at least one.
 
-    `received` are the items that ever arrived, in so many `requests`, also those that were refused: what is offered,
-    not what was let in.
+    `received` are the items that ever arrived, also those that were refused: what is offered, not what was let in.
+    `squares` are those of the requests' items, summed: over `received`, how many items a mean item came with.
     """
 
     now: Seconds
@@ -151,4 +151,4 @@ class View(msgspec.Struct, frozen=True, gc=False):
     servers: Mapping[ServerName, ServerView]
     choices: Mapping[ServerName, ServerView]
     received: int = 0
-    requests: int = 0
+    squares: int = 0

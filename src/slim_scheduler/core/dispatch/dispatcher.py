@@ -365,7 +365,7 @@ class Dispatcher:
         else:
             choices = {name: s for name, s in servers.items() if s.up and s.outstanding < s.limit}
         ledger = self._ledger
-        arrived = ledger.received_items, ledger.received_requests
+        arrived = ledger.received_items, ledger.received_squares
         return View(now, head, len(fifo), fifo.per_segment, ledger.completed, servers, choices, *arrived)
 
     def _send(self, key: Key, decision: Decision, router: str, now: Seconds) -> None:

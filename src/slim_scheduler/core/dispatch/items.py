@@ -93,6 +93,7 @@ class Ledger:
         self.items: dict[ItemId, ItemFlight] = {}
         self.received_requests = 0
         self.received_items = 0
+        self.received_squares = 0  # of the requests' items
         self.request_outcomes = dict.fromkeys(Outcome, 0)
         self.item_outcomes = dict.fromkeys(Outcome, 0)
 
@@ -119,15 +120,18 @@ class Ledger:
         self._count_refused(items, outcome)
 
     def _count_refused(self, items: int, outcome: Outcome) -> None:
-        self.received_requests += 1
-        self.received_items += items
+        self._count_received(items)
         self.request_outcomes[outcome] += 1
         self.item_outcomes[outcome] += items
 
+    def _count_received(self, items: int) -> None:
+        self.received_requests += 1
+        self.received_items += items
+        self.received_squares += items * items
+
     def admit(self, request: Request) -> list[ItemFlight]:
         owner = RequestFlight(request)
-        self.received_requests += 1
-        self.received_items += len(request.items)
+        self._count_received(len(request.items))
         self.requests[request.request_id] = owner
         flights = [ItemFlight(item, owner, request.constraints) for item in request.items]
         for flight in flights:

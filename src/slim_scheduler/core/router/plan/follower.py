@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from numpy.random import Generator
 
+from slim_scheduler.core.errors import RouterError
 from slim_scheduler.core.router.costs import choices_of, items_per_second, server_costs
 from slim_scheduler.core.router.escalation import Choice, is_wider
 from slim_scheduler.core.router.heuristics import allowed
@@ -90,9 +91,11 @@ class PlanLedger:
         return self._plans.worth(self._plan_for(view))
 
     def rate(self, view: View) -> float:
-        """The load that is planned for, items per second."""
-        planned = self._plans.load(self._plan_for(view))
-        return self._carried * planned
+        """The load that is planned for, or what of the expected one can be carried where that is more: items/s."""
+        key = self._plan_for(view)
+        planned, most = self._plans.load(key), self._plans.load((key[0], self._plans.steps))
+        expected = (self._load.expected or 0.0) / self._carried
+        return self._carried * max(planned, min(expected, most))
 
     def behind(self, view: View, shares: Mapping[Target, float]) -> dict[Target, float]:
         """By how many tasks each target is behind its share of what was sent of this kind and of what waits; on a
@@ -137,7 +140,10 @@ class PlanLedger:
     def _plan_for(self, view: View) -> PlanKey:
         """The plan that is followed: another one after a while, or when a server came, went or changed its pace."""
         servers = view.servers
-        paces = {name: servers[name].pace for name in self._facts.servers if name in servers and servers[name].up}
+        known = [servers[name] for name in self._facts.servers if name in servers]
+        paces = {server.name: server.pace for server in known if server.in_service}
+        if not paces:
+            raise RouterError("no server in service has a profile")
         if self._current is None or paces != self._paces or view.now - self._looked_at >= LOOK_EVERY:
             self._looked_at = view.now
             self._load.look(view)
@@ -199,7 +205,7 @@ class PlanLedger:
         if expected is None or not there:
             return 0.0
         plan = self._current or (self._plans.whole, self._plans.steps)
-        usual = expected * self._plans.usual_time(plan) / self._carried
+        usual = expected * self._plans.usual_time(plan, self._carried)
         left = sum([count * (segments - segment) / segments for segment, count in enumerate(tasks)])
         return left * max(0.0, 1 - usual / there)
 

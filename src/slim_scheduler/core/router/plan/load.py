@@ -26,7 +26,8 @@ class PromptLoad:
         self._falls = falls
         self.now: float | None = None
         self._measured_at: Seconds = 0.0
-        self._seen = (0, 0)  # items and requests that had arrived then
+        self._seen = (0, 0)  # items that had arrived then, and their requests' squares
+        self._known = (0.0, 0.0)  # the same of the seconds before, as far as they count
 
     @property
     def expected(self) -> float | None:
@@ -37,15 +38,17 @@ class PromptLoad:
         load, since = self.now, view.now - self._measured_at
         if since < (MEAN_EVERY if load is None else LOOK_EVERY):
             return
-        items, requests = view.received - self._seen[0], view.requests - self._seen[1]
-        rate, size = items / since, items / requests if requests else 1.0
+        came = view.received - self._seen[0], view.squares - self._seen[1]
+        items, squares = self._known[0] + came[0], self._known[1] + came[1]
+        rate, size = came[0] / since, squares / items if items else 1.0
         if load is None or self._changed(rate - load, CHANCE * math.sqrt(size * max(load, size / since) / since)):
             self.now = rate
         elif since < MEAN_EVERY:
             return
         else:
             self.now = MEMORY * load + (1 - MEMORY) * rate
-        self._measured_at, self._seen = view.now, (view.received, view.requests)
+        self._measured_at, self._seen = view.now, (view.received, view.squares)
+        self._known = MEMORY * items, MEMORY * squares
 
     def _changed(self, by: float, chance: float) -> bool:
         return by > chance or (self._falls and by < -chance)

@@ -53,7 +53,7 @@ class Plans:
     the queue grows for as long as the load lasts. `steps`: plans between no load and the highest. `links`: how busy
     each link may be, where that is not the same. `usual_passes`: how long the queue usually is; for what is beyond it,
     whoever follows these plans takes one of a higher load. `waiting`: so long a queue may stand instead, and what a
-    longer one costs. Raises InputError for a `rho` that is not in (0, 2]."""
+    longer one costs. Raises InputError for a `rho` that is not in (0, 2], or is above 1 where a queue may stand."""
 
     def __init__(
         self,
@@ -67,6 +67,10 @@ class Plans:
         waiting: Waiting | None = None,
     ) -> None:
         check_rho(rho)
+        if rho > 1 and waiting is not None:
+            raise InputError(
+                f"rho is {rho:g} and a queue of {waiting.queue:g} s may stand; above 1 it grows: choose one of the two"
+            )
         self.facts = facts
         self.steps = steps
         self.overload = max(1.0, rho)
@@ -127,8 +131,9 @@ class Plans:
             self._shares[key] = Shares(plan)
         return self._shares[key]
 
-    def usual_time(self, key: PlanKey) -> Seconds:
-        """An item's usual time in the system by a plan: passes through the network in full batches, and messages."""
+    def usual_time(self, key: PlanKey, carried: float = 1.0) -> Seconds:
+        """An item's usual time in the system by a plan: passes through the network in full batches, and messages.
+        `carried`: what the servers carry, as a share of what the plan's fleet does."""
         if key not in self._passes:
             servers, plan = self._fleet(key[0])[0].servers, self.shares(key).plan
             time = messages = 0.0
@@ -140,7 +145,7 @@ class Plans:
                 messages += rate / plan.load * 2 * server.link_latency
             self._passes[key] = (time, messages)
         time, messages = self._passes[key]
-        usual = self._usual_passes * time + messages
+        usual = self._usual_passes * time / carried + messages
         return max(self.waiting.queue, usual) if self.waiting is not None else usual
 
     def worked_off(self, fleet: Fleet, expected: float, queue: float) -> int:
