@@ -66,13 +66,14 @@ def dispatcher(
     escalation=None,
     calibration=None,
     order=None,
+    fallback: Router | None = None,
     **limits,
 ) -> Dispatcher:
     made = Dispatcher(
         DispatchLimits(**limits),
         SHAPE,
         router or jsq(),
-        jsq(),
+        fallback or jsq(),
         default_rng(0),
         accuracy,
         escalation,

@@ -42,6 +42,15 @@ def test_constraints_that_clients_choose_are_not_remembered_without_bound():
     assert len(admission._choices) <= MOST_CHOICES
 
 
+def test_what_can_never_wait_is_not_to_come_again():
+    admission = Admission(SHAPE, 10, None)
+    large = Request(0, tuple(range(11)), 0.0)
+    said = "11 items came at once and at most 10 may wait; send fewer in one request", None
+    assert admission.refuse(large, 0, 0, 0, 0.0) == said
+    assert admission.refuse_offer(large, 0, 0, 0, 0.0) == said
+    assert admission.refuse(Request(0, tuple(range(10)), 0.0), 1, 0, 1, 0.0)[1] is not None
+
+
 def test_half_of_the_time_to_a_deadline_may_be_filled():
     admission = Admission(SHAPE, 1000, None)
     answered_for(admission, 1.0, waiting=5)

@@ -1,3 +1,5 @@
+import msgspec
+import numpy as np
 import pytest
 
 from slim_scheduler.core.dispatch.dispatcher import STALE_DEADLINES
@@ -15,7 +17,7 @@ from slim_scheduler.core.messages import (
     WakeAt,
 )
 from slim_scheduler.core.router.heuristics import RandomRouter
-from slim_scheduler.core.types import Decision, Outcome
+from slim_scheduler.core.types import Block, Decision, Outcome
 from tests.core.networks import Scripted, arrive, dispatcher, done, jsq, only, replies, request, sent
 
 
@@ -289,6 +291,8 @@ def test_a_doubled_report_counts_once():
         (Decision("a", float("nan"), 1), "chose width nan"),
         (Decision("a", 0.6, 1), "chose width 0.6"),
         (Decision("a", 0.5, 0), "chose a group of 0"),
+        (Decision("a", 0.5, 1.0), "chose a group of 1.0, which is no whole number"),
+        (None, "AttributeError"),
     ],
 )
 def test_a_router_that_fails_is_replaced_for_that_decision(decision, reason):
@@ -296,6 +300,28 @@ def test_a_router_that_fails_is_replaced_for_that_decision(decision, reason):
     commands = arrive(made, request(1), 0.0)
     assert sent(commands)[0].width == 0.5
     assert only(commands, RouterFellBack)[0].reason.startswith(reason)
+
+
+def test_a_router_may_calculate_with_numpys_types():
+    decision = Decision(np.str_("a"), np.float32(0.5), np.int64(1))
+    (block,) = sent(arrive(dispatcher(Scripted(decision)), request(1), 0.0))
+    assert [type(of) for of in (block.server, block.width)] == [str, float]
+    assert msgspec.json.decode(msgspec.json.encode(block), type=Block) == block
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_where_the_fallback_fails_as_well_the_work_goes_narrow_to_whom_least_was_sent(suspended):
+    made = dispatcher(Scripted(ValueError("one")), fallback=Scripted(Decision("a", 0.5, 0)), servers=("a", "b"))
+    if suspended:
+        made.handle(RouterTooSlow(0.05), 0.0)
+    commands = arrive(made, request(1, items=3), 0.0)
+    (block,) = sent(commands)
+    assert (block.server, block.width, len(block.tasks)) == ("a", 0.25, 3)
+    (told,) = only(commands, RouterFellBack)
+    also = "" if suspended else "ValueError: one; "
+    assert told.reason == also + "chose a group of 0, which is below 1 (the fallback scripted)"
+    assert told.raised is not suspended
+    assert sent(arrive(made, request(2), 0.1))[0].server == "b"
 
 
 def test_a_slow_router_rests_until_its_probe():

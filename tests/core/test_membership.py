@@ -103,6 +103,56 @@ def test_a_draining_server_finishes_what_it_has_and_gets_no_more():
     assert made.counts["items"]["in_flight"] == 2
 
 
+def test_where_all_others_are_ejected_a_drain_brings_them_back():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)), servers=("a", "b"), max_retries=100)
+    (block,) = sent(arrive(made, request(1), 0.0))
+    for _ in range(5):
+        (block,) = sent(made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 0.1))
+    assert made.servers["a"].limit == 0
+    made.handle(ServerDraining("b"), 0.2)
+    assert [made.servers[name].limit for name in "ab"] == [8, 0]
+    (block,) = sent(arrive(made, request(2), 0.3))
+    for _ in range(10):
+        (block,) = sent(made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 0.4))
+    assert made.servers["a"].limit == 8, "who drains does not count as left"
+    made.handle(report("b", 5.0), 5.0)
+    made.check_invariants()
+
+
+def test_words_that_come_twice_count_once():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)), servers=("a", "b"), max_retries=100, heartbeat_timeout=0.8)
+    made.handle(report("b", 0.0), 0.0)
+    (block,) = sent(arrive(made, request(1), 0.0))
+    returned = TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost")
+    for _ in range(6):
+        made.handle(returned, 0.1)
+    assert made.servers["a"].limit == 8, "one failure"
+    last = report("a", 0.5)
+    made.handle(last, 0.5)
+    made.handle(report("b", 0.6), 0.6)
+    made.handle(TimerFired(), 0.8)
+    made.handle(TimerFired(), 1.3)
+    assert not made.servers["a"].up
+    made.handle(last, 1.5)
+    assert not made.servers["a"].up, "nothing new was heard"
+
+
+def test_old_work_that_is_told_twice_is_no_successful_probe():
+    made = dispatcher(Scripted(Decision("a", 0.5, 1)), servers=("a", "b"), max_retries=100)
+    (block,) = sent(arrive(made, request(1, items=1), 0.0))
+    old = done(block, 0.05)
+    (block,) = sent(made.handle(old, 0.05))
+    for _ in range(5):
+        (block,) = sent(made.handle(TasksReturned("a", 0, (block.tasks[0].task_id,), "device lost"), 0.1))
+    for at in (0.7, 1.4, 2.0):
+        made.handle(report("a", at), at)
+        made.handle(report("b", at), at)
+        made.handle(TimerFired(), at + 0.1)
+    assert made.servers["a"].limit == 4
+    made.handle(old, 2.2)
+    assert made.servers["a"].limit == 4
+
+
 def test_a_server_that_is_down_can_be_drained_and_removed():
     made = dispatcher(servers=("a", "b"))
     made.handle(ServerLeft("a", "its machine died"), 0.1)

@@ -28,6 +28,17 @@ def test_a_batch_that_goes_back_keeps_its_place():
     assert ids(queue.take("x", 8)) == [1, 2, 3, 4]
 
 
+def test_a_batch_that_is_taken_and_put_back_over_and_over_is_announced_once():
+    queue = KeyedQueue()
+    for task_id in range(1, 9):
+        queue.push("x", 0.0, task(task_id))
+    for _ in range(100):
+        queue.put_back("x", queue.take("x", 4))
+        assert queue.head() == "x"
+    assert len(queue._heads) == 1
+    queue.check_invariants()
+
+
 def test_a_lower_priority_waits_but_comes_before_what_entered_much_later():
     queue = KeyedQueue()
     queue.push("x", 0.0 + 1.0, task(1))  # one level lower: ages by a second

@@ -124,6 +124,10 @@ def test_an_exact_width_is_never_served_wider():
     assert not started(commands)
 
 
+def test_an_upgrade_is_not_missed_by_rounding():
+    assert server(max_upgrade=0.1)._widest(0.7, exact=False) >= 0.8 > 0.7 + 0.1
+
+
 def test_max_upgrade_bounds_how_much_wider_an_instance_may_be():
     scheduler = server(max_upgrade=0.25)
     loaded(scheduler, 0, 1.0)
@@ -135,6 +139,27 @@ def test_no_load_while_utilisation_is_at_its_block_and_the_next_sample_below_let
     scheduler.handle(DeviceSampled(0.9), 0.0)
     assert only(scheduler.handle(BlockArrived(block(1, (task(1),))), 0.1), LoadInstance) == []
     assert only(scheduler.handle(DeviceSampled(0.89), 0.2), LoadInstance)
+
+
+def test_a_device_that_others_keep_busy_is_not_waited_for_without_end():
+    scheduler = server(utilization_block=0.9)
+    scheduler.handle(DeviceSampled(1.0), 0.0)
+    scheduler.handle(BlockArrived(block(1, tuple(task(n) for n in range(1, 65)))), 0.1)
+    loads = {at: only(scheduler.handle(DeviceSampled(1.0), at / 10), LoadInstance) for at in range(2, 15)}
+    assert [at for at, load in loads.items() if load] == [11], "a sample looks back a second: all of it is others'"
+    assert len(scheduler._queue._heads) == 1
+
+
+def test_a_device_that_has_just_run_waits_for_a_sample_of_its_own_rest():
+    scheduler = server(utilization_block=0.9, max_upgrade=0.0)
+    scheduler.handle(DeviceSampled(1.0), 0.0)
+    scheduler.handle(DeviceSampled(0.5), 0.1)
+    loaded(scheduler, 0, 0.5, now=2.0)
+    scheduler.handle(DeviceSampled(1.0), 2.1)
+    wide = task(1)
+    assert only(scheduler.handle(BlockArrived(block(1, (wide,), 1.0)), 2.2), LoadInstance) == []
+    assert only(scheduler.handle(DeviceSampled(1.0), 3.0), LoadInstance) == []
+    assert only(scheduler.handle(DeviceSampled(1.0), 3.2), LoadInstance)
 
 
 def test_a_crowded_key_loads_several_instances_at_once_and_a_short_one_only_one():
@@ -224,6 +249,19 @@ def test_out_of_memory_splits_the_batch_and_is_remembered():
     assert ran(scheduler.handle(BlockArrived(block(2, tuple(task(i) for i in range(5, 9)))), 1.4)) == [5, 6]
 
 
+def test_an_older_batch_that_fails_later_raises_no_limit():
+    scheduler = server(max_concurrent_batches=2, scale_queue_threshold=3, max_new_instances=2)
+    commands = scheduler.handle(BlockArrived(block(1, tuple(task(i) for i in range(1, 9)))), 0.0)
+    batches = [started(scheduler.handle(InstanceReady(load.instance), 0.1))[0] for load in only(commands, LoadInstance)]
+    assert [len(batch.tasks) for batch in batches] == [4, 4]
+    failed = batches[0]
+    for left in (2, 1):
+        (failed,) = started(scheduler.handle(BatchFailed(failed.batch_id, "out of memory", out_of_memory=True), 0.2))
+        assert len(failed.tasks) == left
+    (after,) = started(scheduler.handle(BatchFailed(batches[1].batch_id, "out of memory", out_of_memory=True), 0.3))
+    assert len(after.tasks) == 1
+
+
 def test_out_of_memory_with_a_single_task_returns_it_for_good():
     scheduler = server()
     loaded(scheduler, 0, 0.5)
@@ -263,6 +301,15 @@ def test_a_block_that_is_delivered_twice_runs_once():
     assert ran(scheduler.handle(same, 1.0)) == [1]
     scheduler.handle(same, 1.1)
     assert ran(scheduler.handle(BatchDone(2), 1.2)) == []
+
+
+def test_percentiles_are_of_the_time_at_the_server_whatever_the_priority():
+    scheduler = server()
+    loaded(scheduler, 0, 0.5)
+    scheduler.handle(BlockArrived(block(1, (task(1, priority=3),))), 1.0)
+    scheduler.handle(BatchDone(2), 1.3)
+    (reported,) = only(scheduler.handle(DeviceSampled(0.1), 1.4), ServerReported)
+    assert reported.report.batch_p99 == pytest.approx(0.3)
 
 
 def test_the_report_counts_queues_blocks_and_instances():

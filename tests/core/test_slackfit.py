@@ -1,5 +1,6 @@
 """SlackFit on the made-up device: through both segments a batch of n takes n x (5 or 10) ms each, by width."""
 
+import msgspec
 import pytest
 from numpy.random import default_rng
 
@@ -33,6 +34,13 @@ def test_the_slack_picks_batch_and_widths(left_ms, decision):
 
 def test_a_batch_is_no_larger_than_what_waits():
     assert pick(1.0, waiting=3) == Decision("a", 1.0, 2)
+
+
+def test_for_a_full_server_that_is_chosen_all_the_same_the_group_is_what_waits():
+    router = SlackFit(cluster(server("a", bytes_per_s=1e15)), Table(), slo=10.0)
+    full = view(seen("a", credit=0), slack=1.0, waiting=3)
+    full = msgspec.structs.replace(full, choices=full.servers)
+    assert router.decide(full, RNG) == Decision("a", 1.0, 2)
 
 
 def test_where_no_group_is_small_enough_one_task_goes_at_the_width_that_its_slack_allows():

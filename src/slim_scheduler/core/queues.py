@@ -98,9 +98,18 @@ class KeyedQueue(Generic[K]):
                 self._insert(key, entry)
 
     def put_back(self, key: K, entries: Sequence[Entry]) -> None:
-        """Returns taken entries to the place they had."""
+        """Returns taken entries, in order, to the place they had."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            if entries:
+                self._open(key, entries)
+            return
         for entry in reversed(entries):
-            self._insert(key, entry)
+            lane.insert(entry)
+        self._length += len(entries)
+        first = self._first(lane)
+        if lane.announced != first[1]:
+            self._announce(key, lane, first)
 
     def take(self, key: K, limit: int) -> list[Entry]:
         """Removes and returns the first up to `limit` entries of a key, in order."""

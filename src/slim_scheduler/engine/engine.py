@@ -80,7 +80,8 @@ Answered = Callable[[InferenceResult], None]
 class Ticket:
     """A request's numbers at an engine, and whom to tell of its end.
 
-    `inputs` are here while it waits to come in. `refused`: why it may not come in, and when to try again.
+    `inputs` are here while it waits to come in. `refused`: why it may not come in, and when to try again; None where
+    that would not help.
     """
 
     request_id: RequestId
@@ -88,7 +89,7 @@ class Ticket:
     answered: Answered | None = None
     inputs: npt.NDArray[np.float32] | None = None
     followed: bool = False
-    refused: tuple[str, Seconds] | None = None
+    refused: tuple[str, Seconds | None] | None = None
 
 
 class SlimEngine:
@@ -348,7 +349,7 @@ class SlimEngine:
         read = self.now() - waited
         reply = self._host.ask(RequestOffered(limits.request(ticket.request_id, ticket.items, read)))
         if reply is not None:
-            ticket.refused = reply.reason, reply.retry_after or 1.0
+            ticket.refused = reply.reason, reply.retry_after
             self._refused = ticket
         return ticket
 

@@ -43,16 +43,20 @@ class Admission:
         self._window_count = 0
         self._rate = 0.0  # items per second over the last full second
         self._capacity = Capacity(shape.segments)
+        self._most_accurate = self._best(()) if accuracy is not None else 0.0
         self.offers = Offers()
 
     def refuse_offer(
         self, request: Request, waiting: int, held_up: int, in_flight: int, now: Seconds
-    ) -> tuple[str, Seconds] | None:
-        """Why a request that a front end has read may not come in, and when to try again. None: it waits there.
+    ) -> tuple[str, Seconds | None] | None:
+        """Why a request that a front end has read may not come in, and when to try again if that would help. None: it
+        waits there.
 
         The counts are those of `refuse`. A floor may be one that is never met, which is found out when it arrives.
         """
         items, offers = len(request.items), self.offers
+        if items > self._max_waiting:
+            return self._too_large(items)
         if request.constraints is None or request.constraints.accuracy_floor is None:
             if waiting + offers.items + items > self._max_waiting:
                 return f"the queue is full: {items} items came and the limit is {self._max_waiting}", FULL_RETRY_AFTER
@@ -84,12 +88,17 @@ class Admission:
         wrong = self.unmet(request.constraints, request.confidence_floor)
         if wrong is not None:
             return wrong, None
+        if len(request.items) > self._max_waiting:
+            return self._too_large(len(request.items))
         if waiting + len(request.items) > self._max_waiting:
             reason = f"{waiting} items wait and {len(request.items)} more came; the limit is {self._max_waiting}"
             least, most = RETRY_AFTER_RANGE
             return reason, max(least, min(most, waiting / self._rate if self._rate else most))
         self._capacity.arrived(held_up)
         return self.too_late(request.deadline - now, in_flight) if request.deadline is not None and held_up else None
+
+    def _too_large(self, items: int) -> tuple[str, None]:
+        return f"{items} items came at once and at most {self._max_waiting} may wait; send fewer in one request", None
 
     def too_late(self, slack: Seconds, in_flight: int) -> tuple[str, Seconds] | None:
         """Why what has a deadline in `slack` is not taken while work is held up, and when to try again; None: take it.
@@ -157,7 +166,7 @@ class Admission:
         if floor is not None:
             if self._accuracy is None:
                 return "accuracy_floor needs a model with measured accuracy; run `slim accuracy` on it"
-            best = self._best(()) if constraints.widths is None else self._accuracy.top1(constraints.widths)
+            best = self._most_accurate if constraints.widths is None else self._accuracy.top1(constraints.widths)
             if not floor <= best:
                 whose = "the best" if constraints.widths is None else "these widths'"
                 return f"accuracy_floor {floor:g} is above {whose} expected accuracy, {best:.4f}; ask for at most that"

@@ -215,7 +215,7 @@ class Dispatcher:
             case ServerJoined():
                 self._members.join(event, now)
             case ServerDraining():
-                self._members.drain(event.server)
+                self._members.drain(event.server, now)
             case ServerLeft():
                 self._members.leave(event, now)
             case RouterTooSlow():
@@ -414,8 +414,7 @@ class Dispatcher:
                 flight.servers += server
                 flight.home = home
                 flight.compute += seconds
-                if share is not None:
-                    flight.energy = share + (flight.energy or 0.0)
+                flight.energy = None if share is None or flight.energy is None else share + flight.energy
                 latency += now - task.entered
                 ran_of_block.append((item, widths))
                 ran.append(flight)
@@ -428,7 +427,8 @@ class Dispatcher:
             self._answer(ran, event, now)
         ended = dict.fromkeys([sent for sent, _ in settled if not sent.left])
         self._commands.extend([sent.finished(now) for sent in ended])
-        self._members.ran(event.server, now)
+        if settled:  # else a late or doubled word
+            self._members.ran(event.server, now)
 
     def _answer(self, ran: list[ItemFlight], event: BatchReported, now: Seconds) -> None:
         """Items whose last segment ran: each is answered, or runs again."""

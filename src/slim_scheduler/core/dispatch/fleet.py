@@ -100,14 +100,19 @@ class Fleet:
 
     # ---- who gets how much
 
-    def drain(self, name: ServerName) -> None:
+    def drain(self, name: ServerName, now: Seconds) -> None:
+        """No more is sent to it; nor does it count among those that are left when another one is ejected."""
         view = self.views[name]
-        view.draining, view.limit = True, 0
+        view.draining = True
+        self._set_limit(name)
+        for reinstated in self._outliers.left(name, now):
+            self._set_limit(reinstated)
 
     def up(self, name: ServerName, now: Seconds) -> None:
         """A server is back in service, and nothing is held against it."""
         self.views[name].up = True
-        self._outliers.joined(name, now)
+        if not self.views[name].draining:
+            self._outliers.joined(name, now)
         self._set_limit(name)
 
     def down(self, name: ServerName, now: Seconds) -> None:
@@ -119,7 +124,7 @@ class Fleet:
         """A server's batch is done. True if that ends its probation."""
         view = self.views[name]
         view.heard_at = now
-        if not view.up or not self._outliers.succeeded(name, now):
+        if not view.up or view.draining or not self._outliers.succeeded(name, now):
             return False
         self._set_limit(name)
         return True
@@ -127,7 +132,7 @@ class Fleet:
     def failed(self, name: ServerName, now: Seconds) -> bool:
         """A server gave work back by its own fault. True if it is ejected for that."""
         view = self.views.get(name)
-        if view is None or not view.up or not self._outliers.failed(name, now):
+        if view is None or not view.up or view.draining or not self._outliers.failed(name, now):
             return False
         self._set_limit(name)
         return True
@@ -139,10 +144,11 @@ class Fleet:
 
     def _set_limit(self, name: ServerName) -> None:
         view = self.views[name]
-        allowance = self._outliers.allowance(name)
-        view.limit = view.credit_tasks if allowance is None else min(view.credit_tasks, allowance)
         if view.draining:
             view.limit = 0
+            return
+        allowance = self._outliers.allowance(name)
+        view.limit = view.credit_tasks if allowance is None else min(view.credit_tasks, allowance)
 
     # ---- blocks
 
@@ -219,7 +225,7 @@ class Fleet:
             return False
         if report.incarnation != view.incarnation:
             return report.incarnation > view.incarnation
-        return view.report is None or view.report.made_at <= report.made_at
+        return view.report is None or view.report.made_at < report.made_at
 
     def heard(self, report: ServerReport, now: Seconds) -> None:
         view = self.views[report.server]

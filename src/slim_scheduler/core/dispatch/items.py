@@ -36,9 +36,10 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
 class ItemFlight(msgspec.Struct, eq=False):
     """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
 
-    `compute` and `energy` are of all passes, `held` the bytes of activation counted for it. `kept`: the segments that a
-    second pass may go on with, and where the activations lie that they read. On its second pass, since `again_since`,
-    it has the first one, and `constraints` are the width tuple of that pass.
+    `compute` and `energy` are of all passes, `energy` None from the first batch on of which nobody knows it; `held` are
+    the bytes of activation counted for it. `kept`: the segments that a second pass may go on with, and where the
+    activations lie that they read. On its second pass, since `again_since`, it has the first one, and `constraints` are
+    the width tuple of that pass.
     """
 
     item: ItemId
@@ -50,7 +51,7 @@ class ItemFlight(msgspec.Struct, eq=False):
     home: ServerName | None = None
     task: Task | None = None
     compute: Seconds = 0.0
-    energy: Joules | None = None
+    energy: Joules | None = 0.0
     retries: int = 0
     held: Bytes = 0
     kept: dict[int, ServerName] = {}
@@ -201,7 +202,7 @@ def _of_two_passes(
 
 
 def _difference(both: Joules | None, one: Joules | None) -> Joules | None:
-    return None if both is None else both - (one or 0.0)
+    return None if both is None or one is None else both - one
 
 
 def _item_id(outcome: ItemOutcome) -> ItemId:

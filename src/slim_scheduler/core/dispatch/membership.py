@@ -48,9 +48,10 @@ class Membership:
         self.all_down_since = None
         self._earlier()
 
-    def drain(self, server: ServerName) -> None:
-        if server in self._fleet.views:
-            self._fleet.drain(server)
+    def drain(self, server: ServerName, now: Seconds) -> None:
+        if server in self._fleet.views and not self._fleet.views[server].draining:
+            self._fleet.drain(server, now)
+            self._earlier()
 
     def leave(self, event: ServerLeft, now: Seconds) -> None:
         if event.server in self._fleet.views:
@@ -83,7 +84,9 @@ class Membership:
             self._tell(ServerChanged(server, True, "its probe succeeded", 0))
 
     def gave_back(self, event: TasksReturned, now: Seconds) -> None:
-        """A server returns tasks that it did not run."""
+        """A server returns tasks that it did not run. A word on none that is still open is late or doubled."""
+        if all(self._fleet.server_of(task) != event.server for task in event.tasks):
+            return
         if event.reason not in NOBODYS_FAULT and not event.activation_lost:
             self._blame(event.server, event.reason, now)
         for task_id in event.tasks:

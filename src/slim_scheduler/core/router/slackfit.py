@@ -43,7 +43,7 @@ class SlackFit:
         left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
         left -= head.age * (self._segments - 1 - head.segment)
         left /= server.pace  # the table is by the profile
-        most = min(head.waiting, self._costs[server.name].server.max_batch, server.credit)
+        most = server.takes(min(head.waiting, self._costs[server.name].server.max_batch))
         for group in self._groups:
             if group <= most:
                 width = self._widest(server.name, head, group, left)

@@ -42,6 +42,8 @@ from slim_scheduler.core.view import ServerReport
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
 LONG_BATCH: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
+ROUNDING = 1e-9  # of widths: 0.7 + 0.1 is below 0.8
+SAMPLED: Seconds = 1.0  # that a device's utilisation looks back at the most: from then on it tells of others
 NEXT_LOAD: Seconds = 1.0  # after a load that failed, where another instance can run what waits
 RETURN: Seconds = 2e-6  # a simulated message in one process takes nanoseconds; a live host comes to timers after them
 
@@ -105,6 +107,7 @@ class ServerScheduler:
         self._window = _batch_window(knobs, shape, batch_time)
         self._pace = pace
         self._window_wake: Seconds = float("inf")
+        self._others_since: Seconds = float("inf")  # that the device is sampled as too busy, and runs nothing of ours
         self._rest = Rest(knobs.best_utilization)
         self._returning: Seconds | None = None  # until when a batch's items may be on their way back
         self._arrived: dict[BlockId, Seconds] = {}  # of open blocks, where there is a window
@@ -119,7 +122,7 @@ class ServerScheduler:
             case BlockArrived():
                 self._enqueue(event.block, now, commands)
             case DeviceSampled():
-                self._utilization = event.utilization
+                self._sampled(event.utilization, now)
                 commands.append(ServerReported(self._report(event, now)))
             case InstanceReady():
                 self._ready(event, now)
@@ -208,6 +211,7 @@ class ServerScheduler:
             entries = entries[:limit]
         self._next_batch += 1
         if not self._running:
+            self._others_since = float("inf")
             self._rest.turn(True, now)
         tasks = tuple([entry[2] for entry in entries])
         batch = Batch(
@@ -225,7 +229,8 @@ class ServerScheduler:
         batch, instance, _, entries = self._running.pop(event.batch_id)
         instance.move(InstanceState.FREE)
         instance.last_used = now
-        self._service_times.append(now - entries[0][0])
+        rank, _, first, _ = entries[0]
+        self._service_times.append(now - (rank - self._knobs.priority_aging * first.priority))
         if self._pace is not None:
             self._pace.ran(batch, self._utilization, now)
         self._close(entries)
@@ -294,7 +299,7 @@ class ServerScheduler:
             return width
         if self._knobs.max_upgrade is None:
             return self._shape.widths[-1]
-        return width + self._knobs.max_upgrade
+        return width + self._knobs.max_upgrade + ROUNDING
 
     def _queue_changed(self, key: Key) -> None:
         """Tasks of a key left the queue or are back in it."""
@@ -321,7 +326,7 @@ class ServerScheduler:
         """No free instance fits the head: load one or more if the limits allow, else wait for the next event."""
         segment, width, _, exact = key
         knobs, pool = self._knobs, self._pool
-        if self._load_blocked():
+        if self._load_blocked(now):
             return
         failed = self._failed_loads.get((segment, width))
         if failed is not None and now < failed + NEXT_LOAD and pool.has(segment, width, self._widest(width, exact)):
@@ -338,11 +343,14 @@ class ServerScheduler:
             instance = pool.add(segment, width, size, now)
             commands.append(LoadInstance(instance.instance_id, segment, width, size))
 
-    def _load_blocked(self) -> bool:
+    def _load_blocked(self, now: Seconds) -> bool:
         """Whether the device is too busy for another instance, by the last sample. Where there is a window, a device on
-        which nothing runs is not: its key would wait for the next sample, and every other key behind it."""
-        busy = self._utilization is not None and self._utilization >= self._knobs.utilization_block
-        return busy and (self._window is None or bool(self._running))
+        which nothing runs is not: its key would wait for the next sample, and every other key behind it. Without one,
+        a device that is sampled so while nothing runs for longer than a sample looks back: others use it, maybe for
+        ever."""
+        if self._utilization is None or self._utilization < self._knobs.utilization_block:
+            return False
+        return bool(self._running) or (self._window is None and now - self._others_since <= SAMPLED)
 
     def _evict(self, size: Bytes, commands: list[ServerCommand], keep: Instance | None = None) -> None:
         """The head is blocked by memory alone: unload free instances, least recently used first, until it will fit."""
@@ -399,7 +407,8 @@ class ServerScheduler:
             # Split, and remember: from now on this (segment, width) runs smaller batches.
             instance.move(InstanceState.FREE)
             instance.last_used = now
-            self._batch_limits[batch.segment, batch.width] = len(entries) // 2
+            known = self._batch_limits.get((batch.segment, batch.width), len(entries))
+            self._batch_limits[batch.segment, batch.width] = min(known, len(entries) // 2)
             self._queue.put_back(key, entries)
             self._queued_per_segment[batch.segment] += len(entries)
             self._queue_changed(key)
@@ -451,6 +460,13 @@ class ServerScheduler:
                 self._arrived.pop(entry[3], None)
 
     # ---- telemetry and checks
+
+    def _sampled(self, utilization: float | None, now: Seconds) -> None:
+        self._utilization = utilization
+        if utilization is None or utilization < self._knobs.utilization_block or self._running:
+            self._others_since = float("inf")
+        else:
+            self._others_since = min(self._others_since, now)
 
     def _report(self, sample: DeviceSampled, now: Seconds) -> ServerReport:
         times = sorted(self._service_times)

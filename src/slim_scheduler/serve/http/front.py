@@ -126,7 +126,9 @@ class HttpFront:
         header = read_header(request.body, json_length, served.card, self._limits)
         ticket = self._service.offer(served, header.asked, header.items, request.read)
         if ticket.refused is not None:
-            status, fields, body = refused(Refusal(Kind.UNAVAILABLE, *ticket.refused))
+            reason, again = ticket.refused
+            kind = Kind.INVALID if again is None else Kind.UNAVAILABLE
+            status, fields, body = refused(Refusal(kind, reason, again))
             self._remember(request, served, header, ticket, (status, fields.copy(), body))
             self._answer(connection, request, (status, fields, body))
             return
