@@ -203,6 +203,13 @@ def test_an_interrupted_run_leaves_a_readable_record_and_summary(
     assert 0 < record.rows["time"].to_numpy().max() <= record.info.ended_at < 3000
 
 
+def test_a_comparison_that_is_interrupted_while_its_workers_start_ends_in_silence(tmp_path: Path) -> None:
+    plan = ("--routers", "random,jsq:0.25", "--seeds", "5", "--set", "workload.duration_s=100", "--workers", "2")
+    code, said = interrupted(signal.SIGINT, "compare", "--config", DEMO, "--out", tmp_path, *plan)
+    assert code == 130
+    assert "Traceback" not in said
+
+
 def test_an_interrupted_comparison_keeps_what_its_runs_recorded(tmp_path: Path) -> None:
     plan = ("--routers", "random,jsq:0.25", "--seeds", "1", "--set", "workload.duration_s=100", "--workers", "1")
     code, said = interrupted(signal.SIGINT, "compare", "--config", DEMO, "--out", tmp_path, *plan, after=" 10 %")

@@ -153,6 +153,29 @@ def test_folders_are_classes_by_label_or_by_number(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists()
 
 
+def test_labels_that_are_given_are_the_classes_whatever_the_data_call_them(tmp_path: Path) -> None:
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join(names))
+    networks = [classifier(features=f, seed=f) for f in (2, 256)]
+    assert list(made(tmp_path, *networks, data="digits", labels=labels).classes) == names
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]'])
+def test_odd_labels_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text(text)
+    networks = [classifier(features=f, seed=f) for f in (2, 256)]
+    with pytest.raises(InputError, match="the networks have 10 classes"):
+        made(tmp_path, *networks, labels=labels)
+    assert not (tmp_path / "fam").exists()
+
+
+def test_a_folder_whose_name_could_not_be_served_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'a b' cannot be a model's name"):
+        import_family([tmp_path / "none.onnx"], tmp_path / "a b", None)
+
+
 @pytest.mark.parametrize(
     ("labels", "names", "found"),
     [

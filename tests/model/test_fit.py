@@ -217,6 +217,8 @@ def test_the_table_says_what_the_network_answers(tmp_path):
         (lambda out: fit("digits", "digits", out, device="cuda:99"), "device cuda:99 is not there: torch .* sees"),
         (lambda out: fit("digits", "digits", out, epochs=0), "epochs 0 must be at least 1"),
         (lambda out: fit("digits", "digits", out, minutes=-1), "minutes -1 must be more than 0"),
+        (lambda out: fit("digits", "digits", out, minutes=float("nan")), "minutes nan must be more than 0"),
+        (lambda out: fit("digits", "digits", out.with_name("my net")), "'my net' cannot be a model's name"),
         (lambda out: fit(PRESETS["cifar100"], "digits", out), "images of 1x8x8, the network takes 3x32x32"),
         (lambda out: fit("digits", "digits", out, channels=(8,)), "preset digits is a whole network"),
         (lambda out: fit(None, "digits", out, channels=(6,)), "channels 6, 12, 24, 48 must be multiples of 4"),

@@ -288,6 +288,7 @@ def test_white_space_after_a_field_is_no_part_of_it():
         (b"GET http://localhost@evil.com/ HTTP/1.1\r\n" + HOST + b"\r\n", 400),
         (b"GET ftp://localhost/ HTTP/1.1\r\n" + HOST + b"\r\n", 400),
         (b"CONNECT localhost:80 HTTP/1.1\r\n" + HOST + b"\r\n", 400),
+        (b"CONNECT / HTTP/1.1\r\n" + HOST + b"\r\n", 405),
         (b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", 400),
         (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked, chunked\r\n\r\n", 400),

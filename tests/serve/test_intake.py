@@ -90,6 +90,14 @@ async def service() -> AsyncIterator[Service]:
         yield made
 
 
+async def test_a_request_that_could_never_wait_is_not_to_come_again(images):
+    nothing: Any = None
+    async with serving(1.0, waiting=4) as service:
+        front = HttpFront(service, nothing, Limits(), nothing)
+        assert await ask(front, images[:4], Constraints()) == 200
+        assert await ask(front, np.concatenate([images[:4]] * 2), Constraints()) == 400
+
+
 async def test_few_bodies_are_inflated_at_once_whatever_comes(service, images, monkeypatch):
     nothing: Any = None
     front = HttpFront(service, nothing, Limits(), nothing)

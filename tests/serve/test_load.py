@@ -4,16 +4,20 @@ import asyncio
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 
+import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from slim_scheduler.client import load
 from slim_scheduler.client.client import Constraints
+from slim_scheduler.client.grpc_sender import GrpcSender
 from slim_scheduler.client.load import Tally, closed_loop, open_loop, result_of
-from slim_scheduler.client.senders import LOST, UNANSWERED, Status
+from slim_scheduler.client.senders import LOST, UNANSWERED, HttpSender, Status
 from slim_scheduler.core.errors import InputError
 from tests.serve.conftest import ROOT
 from tests.serve.wire import answers, metrics, scripted, stays_silent
@@ -57,6 +61,43 @@ def test_what_is_asked_arrives_as_it_was_meant(server, scheme):
     result = load.load(url, rate=20.0, duration=0.2, constraints=asked, warmup=0.0)
     assert result.reasons == {}
     assert result.answered == result.sent > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"url": "http://127.0.0.1:99999"}, "is not an address"),
+        ({"url": "http://127.0.0.1:abc"}, "is not an address"),
+        ({"url": "grpc://127.0.0.1:abc"}, "is not an address; give grpc://HOST:PORT"),
+        ({"rate": 1e30}, "lower --rate or --duration"),
+        ({"items": 200_000_000}, "at most 65,536 in one request"),
+        ({"token": "ü€"}, "beyond printable ASCII"),
+        ({"url": "grpc://127.0.0.1:1", "token": "a\nb"}, "beyond printable ASCII"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_in_one_line(asked, said):
+    with pytest.raises(InputError, match=said):
+        load.load(**{"url": "http://127.0.0.1:1", "rate": 5.0, "duration": 0.2, **asked})
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_server_that_is_gone_refuses_nothing_and_the_result_says_why(scheme):
+    async def gone() -> tuple[Status, dict[Status, str]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        if scheme == "http":
+            sender = HttpSender("127.0.0.1", port, [b"GET / HTTP/1.1\r\n\r\n"], 1)
+        else:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            sender = GrpcSender(channel, [pb.ModelInferRequest(model_name="x")], ())
+        try:
+            return await sender.send(0), sender.reasons
+        finally:
+            await sender.close()
+
+    status, reasons = asyncio.run(gone())
+    assert status == LOST
+    assert reasons[LOST]
 
 
 async def answers_even_ones(number: int) -> Status:

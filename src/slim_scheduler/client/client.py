@@ -8,15 +8,15 @@ import asyncio
 import http.client
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.client.wire import HttpConnection, KeptConnections, request_head
+from slim_scheduler.client.wire import HttpConnection, KeptConnections, bearer, request_head, split_address
 from slim_scheduler.core.errors import InputError, SlimError
 
+SCHEMES = ("http", "https")
 Images = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 
@@ -83,7 +83,7 @@ class SlimClient:
     """
 
     def __init__(self, url: str, model: str | None = None, token: str | None = None, timeout_s: float = 30.0) -> None:
-        self._url = _address(url)
+        self._url = split_address(url, SCHEMES)
         self._token = token
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(self._url.hostname or "localhost", self._url.port, timeout=timeout_s)
@@ -125,7 +125,7 @@ class SlimClient:
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         if self._token:
-            headers = {"Authorization": f"Bearer {self._token}", **(headers or {})}
+            headers = {"Authorization": bearer(self._token), **(headers or {})}
         kept = self._connection.sock is not None
         try:
             try:
@@ -149,7 +149,7 @@ class AsyncSlimClient:
     """A pool of connections to one server, as many as there are requests at the same time. Plain HTTP."""
 
     def __init__(self, url: str, model: str | None = None, token: str | None = None, timeout_s: float = 30.0) -> None:
-        self._url = _address(url)
+        self._url = split_address(url, SCHEMES)
         if self._url.scheme != "http":
             raise InputError(f"{url}: the async client speaks http; use SlimClient for https")
         self._token = token
@@ -189,7 +189,7 @@ class AsyncSlimClient:
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         if self._token:
-            headers = {"authorization": f"Bearer {self._token}", **(headers or {})}
+            headers = {"authorization": bearer(self._token), **(headers or {})}
         host, port = self._url.hostname or "localhost", self._url.port or 80
         connection = None
         try:
@@ -286,10 +286,3 @@ def _first_model(document: dict[str, Any]) -> str:
     if not document["models"]:
         raise InputError("the server has no model loaded; load one, or give a model's name")
     return str(document["models"][0])
-
-
-def _address(url: str) -> Any:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{url} is not an address; give http://HOST:PORT")
-    return parts

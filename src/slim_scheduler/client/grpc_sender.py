@@ -1,7 +1,6 @@
 """The load generator's gRPC side, apart because its packages are heavy."""
 
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
@@ -9,7 +8,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from slim_scheduler.client.client import Constraints, request_parameters
-from slim_scheduler.client.senders import LONGEST_REASON, Status, payloads
+from slim_scheduler.client.senders import LONGEST_REASON, LOST, Status, payloads
+from slim_scheduler.client.wire import bearer, split_address
 from slim_scheduler.core.errors import InputError
 
 
@@ -34,13 +34,15 @@ class GrpcSender:
         constraints: Constraints,
         rng: np.random.Generator,
     ) -> "GrpcSender":
-        parts = urlsplit(url if "://" in url else f"grpc://{url}")
+        parts = split_address(url, ("grpc",))
         channel = grpc.aio.insecure_channel(f"{parts.hostname}:{parts.port}")
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        metadata = (("authorization", bearer(token)),) if token else ()
         try:
             if model is None:
                 index = await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True), metadata=metadata)
+                if not index.models:
+                    raise InputError(f"{url} has no model loaded; load one, or name it with --model")
                 model = index.models[0].name
             card = await stub.ModelMetadata(pb.ModelMetadataRequest(name=model), metadata=metadata)
         except grpc.aio.AioRpcError as error:
@@ -71,9 +73,16 @@ class GrpcSender:
             await self._infer(self._requests[number % len(self._requests)], metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             status = str(error.code().name)
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not _came_from_the_server(error):
+                status = LOST
             self.reasons.setdefault(status, str(error.details())[:LONGEST_REASON])
             return status
         return "OK"
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _came_from_the_server(error: grpc.aio.AioRpcError) -> bool:
+    """A server that refuses says when to try again; grpc, where there is no connection, says UNAVAILABLE as well."""
+    return any(key == "retry-after" for key, _ in error.trailing_metadata() or ())

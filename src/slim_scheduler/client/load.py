@@ -25,6 +25,8 @@ from slim_scheduler.core.errors import InputError
 
 Transport = Literal["http", "grpc"]
 VALID_LAG_S = 0.005
+MOST_REQUESTS = 20_000_000  # each has its time beforehand, and leaves a row
+MOST_ITEMS = 65_536  # in one request, of which 16 are held
 LOST_PAUSE_S = 0.05  # between a connection that was lost and a caller's next try
 SPARE_FILES = 64  # that a process has open beside its connections
 UNANSWERED_S = 60.0  # how long answers are waited for once nothing more is sent: beyond any deadline that makes sense
@@ -78,6 +80,13 @@ def check_load(rate: float | None, concurrency: int | None, duration: float, ite
     for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
+    if rate is not None and rate * duration > MOST_REQUESTS:
+        raise InputError(
+            f"{rate:g} requests a second for {duration:g} s are {rate * duration:.3g}; at most {MOST_REQUESTS:,} are "
+            "planned: lower --rate or --duration"
+        )
+    if items > MOST_ITEMS:
+        raise InputError(f"items is {items}; give at most {MOST_ITEMS:,} in one request")
 
 
 Send = Callable[[int], Awaitable[Status]]

@@ -2,12 +2,18 @@
 
 import asyncio
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from slim_scheduler.client.client import AsyncSlimClient, Constraints, infer_body
-from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, KeptConnections, request_head
+from slim_scheduler.client.wire import (
+    ConnectionLostError,
+    HttpConnection,
+    KeptConnections,
+    bearer,
+    request_head,
+    split_address,
+)
 
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
 OK = 200
@@ -39,7 +45,7 @@ class HttpSender:
         rng: np.random.Generator,
         most: int,
     ) -> "HttpSender":
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        parts = split_address(url, ("http",))
         async with AsyncSlimClient(url, model, token) as client:
             metadata = await client.metadata()
         host, port = parts.hostname or "localhost", parts.port or 80
@@ -48,7 +54,7 @@ class HttpSender:
             body, json_length = infer_body(images, constraints)
             fields = {"inference-header-content-length": str(json_length)}
             if token:
-                fields["authorization"] = f"Bearer {token}"
+                fields["authorization"] = bearer(token)
             path = f"/v2/models/{metadata['name']}/infer"
             requests.append(request_head("POST", path, f"{host}:{port}", len(body), fields) + body)
         return cls(host, port, requests, most)
@@ -59,7 +65,8 @@ class HttpSender:
             try:
                 connection = self._kept.take() or await HttpConnection.open(self._host, self._port)
                 status, _, body = await connection.send(self._requests[number % len(self._requests)])
-            except (OSError, ConnectionLostError):
+            except (OSError, ConnectionLostError) as error:
+                self.reasons.setdefault(LOST, str(error)[:LONGEST_REASON])
                 return LOST
             except asyncio.CancelledError:
                 if connection is not None:

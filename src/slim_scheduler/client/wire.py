@@ -4,9 +4,10 @@ An asyncio protocol without streams, because a load generator must cost less tha
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from urllib.parse import SplitResult, urlsplit
 
-from slim_scheduler.core.errors import SlimError
+from slim_scheduler.core.errors import InputError, SlimError
 
 
 class ConnectionLostError(SlimError):
@@ -109,3 +110,22 @@ def request_head(method: str, path: str, host: str, length: int, headers: Mappin
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}", f"content-length: {length}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def split_address(url: str, schemes: Sequence[str]) -> SplitResult:
+    """An address of one of these schemes, the first where it names none. Raises InputError."""
+    try:
+        parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
+        good = parts.scheme in schemes and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number, or above 65535
+        good = False
+    if not good:
+        raise InputError(f"{url} is not an address; give {schemes[0]}://HOST:PORT, with a port from 1 to 65535")
+    return parts
+
+
+def bearer(token: str) -> str:
+    """The field that shows a token. Raises InputError."""
+    if not (token.isascii() and token.isprintable()):
+        raise InputError("the token has characters beyond printable ASCII; a server takes none of them")
+    return f"Bearer {token}"

@@ -44,6 +44,7 @@ from slim_scheduler.model.graph_session import GraphSession
 from slim_scheduler.model.onnx_file import Graph, Layout, check_onnx, read_onnx, sha256, with_any_batch
 from slim_scheduler.model.precision import in_precision
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, table_file, write_accuracy
+from slim_scheduler.setup.model_names import model_name
 
 MOST_VARIANTS = 16
 COST_BATCH = 4
@@ -90,6 +91,7 @@ def import_family(
     progress: Progress = lambda share, what: None,
 ) -> FamilyManifest:
     """Writes the family of `files` to the new folder `out`. Raises InputError, one line, and leaves nothing behind."""
+    model_name(out)
     if out.exists():
         raise InputError(f"{out} exists already; give another --out, or remove it")
     candidates = _checked(files, wishes, progress)
@@ -361,11 +363,16 @@ def _names(text: str) -> tuple[str, ...] | None:
         return None
     try:
         tree = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return tuple(line.strip() for line in text.splitlines() if line.strip())
     if isinstance(tree, dict) and all(str(i) in tree for i in range(len(tree))):
         tree = [tree[str(i)] for i in range(len(tree))]
-    return tuple(map(str, tree)) if isinstance(tree, list) else None
+    names = tuple(map(str, tree)) if isinstance(tree, list) else ()
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return None
+    return names or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +516,7 @@ def _measured(
     )
     return table, msgspec.structs.replace(
         manifest,
-        classes=images.classes or manifest.classes,
+        classes=manifest.classes if named else images.classes or manifest.classes,
         measured=kind,
         data=said,
         accuracy={"test": {f"{rank:g}": round(table.top1((rank,)), 4) for rank in ranks}},

@@ -29,6 +29,7 @@ from slim_scheduler.model.teacher import Teacher, load_teacher
 from slim_scheduler.model.training_state import EpochRecord, RunState, read_state, write_state
 from slim_scheduler.model.workers import Workers
 from slim_scheduler.setup.interruption import deferred
+from slim_scheduler.setup.model_names import model_name
 
 VALIDATION_BATCH = 250
 VALIDATION_ITEMS = 1000  # per point of the curve: a standard error of 1.5 points, and seconds on a CPU
@@ -90,6 +91,7 @@ def fit(
     answers to the same augmented images are learnt from as the recipe's `teacher_*` say. Raises InputError and below.
     """
     check_device(device)
+    model_name(out)
     images = load_data(data, preset.architecture.item_shape if isinstance(preset, Preset) else None, size)
     if not isinstance(preset, Preset):
         preset = preset_for(images, preset, channels, segments, blocks)
@@ -97,7 +99,7 @@ def fit(
         if epochs < 1:
             raise InputError(f"epochs {epochs} must be at least 1")
         preset = msgspec.structs.replace(preset, recipe=msgspec.structs.replace(preset.recipe, epochs=epochs))
-    if minutes is not None and minutes <= 0:
+    if minutes is not None and not minutes > 0:
         raise InputError(f"minutes {minutes:g} must be more than 0")
     run = _Run(preset, images, Path(out), seed, torch.device(device), minutes, workers, start, teacher)
     run.train(save_every, progress or (lambda _: None))

@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +86,8 @@ def run_simulated(
     workers = min(workers or len(os.sched_getaffinity(0)), len(plan))
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(config, shares))
     with sigterm_as_ctrl_c(), pool:
-        runs: dict[Future[dict[str, Any]], Trial] = {pool.submit(_work, i, t): t for i, t in enumerate(plan)}
+        with _sigint_blocked():
+            runs: dict[Future[dict[str, Any]], Trial] = {pool.submit(_work, i, t): t for i, t in enumerate(plan)}
         try:
             while runs:
                 done, _ = wait(runs, POLL_S, FIRST_COMPLETED)
@@ -95,12 +97,20 @@ def run_simulated(
                     running = ", ".join(f"{t.router}, seed {t.seed}" for f, t in runs.items() if f.running())
                     progress(sum(shares[:]) / len(plan), running)
         except BaseException:
-            for future in runs:
-                future.cancel()
-            for child in active_children():  # each writes what it has; leaving the pool waits for them
+            for child in active_children():  # each writes what it has and begins no other; leaving the pool waits
                 if child.pid is not None:
                     os.kill(child.pid, signal.SIGTERM)
             raise
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes that start within it never get SIGINT, not even before `_begin_worker`; this one gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:

@@ -7,7 +7,6 @@ what the folder holds and never become a path of their own.
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, ModelConfig
 from slim_scheduler.setup.machines import load_shape
+from slim_scheduler.setup.model_names import NAME, model_name
 from slim_scheduler.setup.routers import parse_router
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MOST_SETS = 1024  # of servers whose precision is remembered
 
 
@@ -87,15 +86,18 @@ class Served:
 
 
 class Repository:
-    """All models of one folder. `build` makes an engine for a configuration, not yet started."""
+    """All models of one folder. `build` makes an engine for a configuration, not yet started.
+
+    Raises CheckpointError for a folder whose name cannot be a model's.
+    """
 
     def __init__(self, config: Config, build: Build, layout: Layout = "NCHW", max_items: int = 4096) -> None:
-        model = Path(config.model.path)
+        model = Path(config.model.path).absolute()
         self.folder = model.parent
         self.policies = _policy_folder(config)
         self.served: dict[str, Served] = {}
         self.reasons: dict[str, str] = {}
-        self.first = model.name
+        self.first = model_name(model)
         self._config = config
         self._build = build
         self._layout: Layout = layout

@@ -5,6 +5,7 @@ stops: who asks once more is answered with `Connection: close`, who does not is 
 """
 
 import asyncio
+import errno
 import socket
 import ssl
 import time
@@ -126,5 +127,5 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        other = "--host" if isinstance(error, socket.gaierror) else "--port"
+        other = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {other}") from None

@@ -60,6 +60,8 @@ def check_head(request: HttpRequest) -> None:
     path, _, request.query = target.partition(b"?")
     if b"#" in target or not path.isascii():
         raise invalid(f"target {quote(target.decode('latin-1'))} is no path; percent-encode what is not a letter")
+    if request.method == "CONNECT":
+        raise Refusal(Kind.NO_METHOD, "CONNECT is not served: this is no proxy")
     request.path = _served_path(path.decode("ascii"))
     expectation = headers.get(b"expect")
     if expectation is not None and request.version == "1.1":  # RFC 9110, 10.1.1: HTTP/1.0 has none

@@ -1,0 +1,20 @@
+"""What a model may be called: its folder's name, which clients write into addresses."""
+
+import os
+import re
+from pathlib import Path
+
+from slim_scheduler.core.errors import CheckpointError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def model_name(folder: str | Path) -> str:
+    """The name that a model folder gives, there or not. Raises CheckpointError."""
+    name = os.path.basename(os.path.abspath(folder))
+    if not NAME.fullmatch(name):
+        raise CheckpointError(
+            f"folder {folder}: {name!r} cannot be a model's name; choose one of at most 64 letters, digits, '_', '.' "
+            "and '-' that begins with a letter or a digit"
+        )
+    return name
