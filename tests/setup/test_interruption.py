@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from slim_scheduler.setup.interruption import deferred
+from slim_scheduler.setup.interruption import deferred, sigterm_as_ctrl_c
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +34,11 @@ def test_afterwards_signals_do_what_they_did_before():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sigterm_stops_also_where_sigint_is_ignored(ignored):
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+        signal.raise_signal(signal.SIGTERM)

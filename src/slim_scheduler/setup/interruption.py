@@ -53,8 +53,14 @@ def deferred() -> Iterator[Interruption]:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Within it, SIGTERM does what Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """Within it, SIGTERM does what Ctrl-C does, also where SIGINT is ignored, as in a shell script's background."""
+
+    def stop(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
