@@ -282,6 +282,21 @@ def test_no_look_waits_for_two_plans(monkeypatch):
     assert planned[59] == pytest.approx(0.87, abs=0.025), "not 0.9"
 
 
+def test_a_run_is_the_same_whatever_others_on_its_plans_asked_for():
+    def loads(plans):
+        ledger, received = PlanLedger(plans), 0
+        planned = []
+        for second in range(1, 12):
+            received += round((0.3 + 0.05 * second) * plans.most(SLOW_A))
+            now = view(slow("a", 2.0), seen("b"), waiting=0, now=float(second))
+            ledger.shares(msgspec.structs.replace(now, received=received, squares=received))
+            planned.append(ledger.load)
+        return planned
+
+    plans = Plans(FACTS, Table(), rho=1.0, steps=100)
+    assert loads(plans) == loads(plans)
+
+
 def counted(method, made):
     def counting(self, load):
         made.append(load)

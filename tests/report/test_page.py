@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slim_scheduler.report.figures import WINDOWS, accuracy_against, over_time
+from slim_scheduler.report.figures import WINDOWS, accuracy_against, alike, over_time
 from slim_scheduler.report.page import tables, write_report
 from slim_scheduler.report.run_folder import RunFolder, by_router, shown
 from slim_scheduler.run.frontier import distances, hulls
@@ -61,6 +61,23 @@ def test_ids_of_figures_do_not_clash(page: str) -> None:
     assert len(ids) == len(set(ids))
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', page))
     assert used <= set(ids)
+
+
+def test_runs_without_arrivals_have_a_page(tmp_path: Path) -> None:
+    quiet = {"rate": 0.05, "duration_s": 1.0, "data": "made-up"}
+    config = small_cluster(tmp_path / "model", [{}], workload=quiet)
+    assert simulated_run(config, "jsq:0.5", 0, tmp_path / "run")["items_arrived"] == 0
+    write_report([RunFolder(tmp_path / "run")], tmp_path / "page.html")
+    assert "accuracy, %" in (tmp_path / "page.html").read_text()
+
+
+def test_the_first_picture_is_of_one_seed_or_says_that_it_is_not(runs: list[RunFolder]) -> None:
+    found, same = alike(by_router(reversed(runs)))
+    assert same
+    assert {run.summary["seed"] for run in found.values()} == {0}
+    others, same = alike(by_router(runs[1:]))
+    assert not same
+    assert sorted(run.summary["seed"] for run in others.values()) == [0, 1]
 
 
 def test_figures_are_whole_svg_in_the_colours_of_the_page(page: str) -> None:

@@ -98,7 +98,10 @@ def test_how_far_a_run_is_from_the_bound(config):
     found = distance(asked, summary)
     assert found.accuracy == pytest.approx(0.1)
     assert found.energy == pytest.approx(4.2 / 3.5 - 1)
-    assert distance(asked, {**summary, "throughput_items_s": 120.0}).accuracy is None
+    beyond = distance(asked, {**summary, "throughput_items_s": 120.0})
+    assert (beyond.accuracy, beyond.beyond) == (None, True)
+    nothing = distance(asked, {"throughput_items_s": 0.0, "accuracy": None, "energy_per_item_j": None})
+    assert (nothing.accuracy, nothing.beyond) == (None, False)
 
 
 def test_routers_are_judged_by_the_mean_of_their_runs(config):

@@ -198,6 +198,14 @@ def test_what_nobody_measured_is_unknown_and_not_zero() -> None:
     assert summary["decision_us"] == {"mean": None, "p99": None}
 
 
+def test_a_run_that_ended_in_its_warm_up_measured_no_energy() -> None:
+    run = Run(Recorder("summary", judge=lambda item, widths: None))
+    for second in (0.0, 0.5):
+        run.reports("a", second, 0.5, 10.0, 10.0 * second)
+    ended = msgspec.structs.replace(INFO, ended_at=0.6)
+    assert summarize(run.recorder.record(ended), CONFIG, ACCURACY)["energy_device_j"] is None
+
+
 def test_a_server_that_went_silent_leaves_the_variance_to_the_others() -> None:
     run = Run(Recorder("summary", judge=lambda item, widths: None))
     for second in range(6):

@@ -188,6 +188,13 @@ def test_the_same_seed_gives_the_same_episode(tmp_path):
     assert rewards() == rewards()
 
 
+def test_an_episode_has_something_to_decide(tmp_path):
+    env = ClusterEnv(training_cluster(tmp_path, workload={"rate": 1.0, "duration_s": 1.0}))
+    for seed in range(8):
+        env.reset(seed=seed)
+        assert env.step(np.array([0, 0, 0]))[4]["decision"] == 1
+
+
 def test_masked_actions_are_replaced_as_live(tmp_path):
     env = ClusterEnv(training_cluster(tmp_path, workload={"rate": 3000.0, "duration_s": 0.5}))
     env.reset(seed=0)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tomli_w
@@ -52,8 +53,6 @@ if __name__ == "__main__":
 
 def config_file(folder: Path, **training) -> Path:
     """A configuration on disk, as another process needs it."""
-    import msgspec
-
     config = training_cluster(folder, training={**TINY, **training})
     tree = msgspec.to_builtins(config)
     file = folder / "cluster.toml"
@@ -126,9 +125,28 @@ def test_other_settings_do_not_resume(tmp_path):
         train(load_config(config_file(tmp_path / "cluster", decisions=800, warm_start="")), tmp_path / "out")
 
 
-def test_a_finished_run_says_what_it_was(tmp_path):
+@pytest.mark.parametrize("what", ["table", "profile"])
+def test_files_that_say_something_else_do_not_resume(tmp_path, what):
+    config = load_config(config_file(tmp_path / "cluster", decisions=400, warm_start=""))
+    train(config, tmp_path / "out")
+    if what == "table":
+        columns = ((0.5, 0.5), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0))
+        flipped = {widths: ~small_table().correct(widths) for widths in columns}
+        sure = {widths: np.ones(100) for widths in columns}
+        table = AccuracyTable(flipped, split="held-out", data="other", margins=sure)
+        write_accuracy(table, tmp_path / "cluster" / TABLE_FILES["held-out"])
+    else:
+        profile = Path(config.servers[0].profile)
+        tree = msgspec.json.decode(profile.read_bytes())
+        profile.write_bytes(msgspec.json.encode({**tree, "device": "another"}))
+    with pytest.raises(ConfigError, match="other settings"):
+        train(config, tmp_path / "out")
+
+
+def test_a_finished_run_says_what_it_was_however_often_it_is_asked(tmp_path):
     file = config_file(tmp_path / "cluster", decisions=400, warm_start="", recipe="paper", observation=None)
-    train(load_config(file), tmp_path / "out")
+    made = train(load_config(file), tmp_path / "out")
+    assert train(load_config(file), tmp_path / "out") == made
     manifest, _ = read_policy(tmp_path / "out")
     assert (manifest.kind, manifest.sizes.servers, manifest.training["decided"]) == ("paper", 3, 400)
 

@@ -127,7 +127,7 @@ def print_distances(config: "Config", summaries: "Mapping[str, Sequence[dict[str
     for name in ("items/s", "accuracy below the best, points", "energy above the least at its accuracy"):
         table.add_column(name, justify="right")
     for router, far in found.items():
-        points = "beyond it" if far.accuracy is None else f"{100 * far.accuracy:.2f}"
+        points = "beyond it" if far.beyond else "–" if far.accuracy is None else f"{100 * far.accuracy:.2f}"
         energy = "" if far.energy is None else f"{far.energy:+.0%}"
         table.add_row(router, f"{far.load_items_s:,.0f}", points, energy)
     console().print(table)

@@ -74,7 +74,8 @@ def _arrivals(workload: WorkloadConfig) -> str:
 def _first(groups: Groups) -> Iterator[str]:
     """What happened when, before any table."""
     title = "Load, widths, latency and accuracy over time"
-    caption = "One run of each router on the same arrivals. The shaded start is not measured."
+    same = "on the same arrivals" if figures.alike(groups)[1] else "of different seeds: the arrivals are not the same"
+    caption = f"One run of each router, {same}. The shaded start is not measured."
     yield f'<div class="first">{figure_element(figures.over_time(groups), title, caption)}</div>'
 
 

@@ -181,7 +181,8 @@ def hulls(config: Config, load: float, levels: int = 9) -> dict[str, list[tuple[
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is from the bound at the load it carried. None where the bound says nothing.
+    """How far a run is from the bound at the load it carried. None where the bound says nothing, because nothing was
+    answered, or the load is `beyond` it.
 
     `accuracy`: points below the best that could have been held; `energy`: its energy per item over the least at the
     accuracy it had, minus 1.
@@ -190,6 +191,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True):
     load_items_s: float
     accuracy: float | None
     energy: float | None
+    beyond: bool = False
 
 
 def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
@@ -198,7 +200,7 @@ def distance(asked: PlanProgram, summary: dict[str, Any]) -> Distance:
     best = asked.most_accurate(load) if load > 0 else None
     had, used = summary["accuracy"], summary["energy_per_item_j"]
     if best is None or had is None:
-        return Distance(load_items_s=load, accuracy=None, energy=None)
+        return Distance(load_items_s=load, accuracy=None, energy=None, beyond=load > 0 and best is None)
     cheapest = asked.least_power(load, min(had, best.accuracy)) if used is not None else None
     return Distance(
         load_items_s=load,

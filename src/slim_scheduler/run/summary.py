@@ -50,7 +50,7 @@ def summarize(record: Record, config: Config, accuracy: AccuracyTable | None = N
     in_window = (blocks.decided >= warm) & (blocks.done > 0)
     weight = blocks.done * in_window
     energy = curves.block_energy(blocks.decided, blocks.finished, blocks.latency)
-    device_energy = curves.energy(warm, ended)
+    device_energy = curves.energy(warm, ended) if window > 0 else None
     right = items.right[answered]
     reward = _rewards(items, measured, blocks, energy, curves, config, accuracy, ended)
     decisions = int(np.sum(blocks.decided >= warm))

@@ -179,7 +179,9 @@ class Repository:
         async with self._changing:
             served = self.served.pop(name, None)
         if served is None:
-            raise Refusal(Kind.NOT_FOUND, f"model {quote(name)} is not loaded; loaded: {', '.join(self.served) or 'none'}")
+            raise Refusal(
+                Kind.NOT_FOUND, f"model {quote(name)} is not loaded; loaded: {', '.join(self.served) or 'none'}"
+            )
         await asyncio.shield(self._end(served.engine, served.engine.stop(grace_s)))
 
     async def close(self, grace_s: float) -> None:

@@ -163,8 +163,13 @@ def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, 
 
 def router_accuracy(config: Config) -> AccuracyTable:
     """Measured accuracies for a router: held-out ones where there are any, because test images judge it."""
+    return read_accuracy(router_accuracy_path(config) or config.model.path)
+
+
+def router_accuracy_path(config: Config) -> Path | None:
+    """The table of `router_accuracy`; None where nothing was measured."""
     tables = [accuracy_path(config, split) for split in ("held-out", "test")]
-    return read_accuracy(next((path for path in tables if path.is_file()), Path(config.model.path)))
+    return next((path for path in tables if path.is_file()), None)
 
 
 def build_dispatcher(

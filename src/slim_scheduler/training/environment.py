@@ -69,20 +69,25 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
         super().reset(seed=seed)
+        episode = self._draw()
+        while episode.view is None:  # a workload that happens to be without arrivals has nothing to decide
+            episode = self._draw()
+        self._episode = episode
+        self._observe(episode)
+        return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
+
+    def _draw(self) -> Episode:
         scenario: Scenario = self._scenarios.draw(self.np_random)
-        training = self._config.training
         self._encoder = self._encoder_for(scenario.facts)
-        self._episode = Episode(
+        return Episode(
             scenario.config,
             self._accuracy,
             int(self.np_random.integers(LARGEST_SEED)),
-            expected=training.resolved.accuracy == "expected",
+            expected=self._config.training.resolved.accuracy == "expected",
             backlog=scenario.backlog,
             charges=capacity_price(self._config, partial(self._plans, scenario.facts)),
             escalation=escalation_of(self._encoder),
         )
-        self._observe(self._episode)
-        return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
 
     def _encoder_for(self, facts: RouterFacts) -> Encoder:
         return build_encoder(self._config.observation, facts, self._batch_time, partial(self._plans, facts))

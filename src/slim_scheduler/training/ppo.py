@@ -26,6 +26,7 @@ from slim_scheduler.core.router.learned.policy import NetworkSizes
 from slim_scheduler.core.router.learned.router import PolicyManifest
 from slim_scheduler.setup.config import Config, TrainingConfig
 from slim_scheduler.setup.interruption import deferred
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_accuracy_path
 from slim_scheduler.setup.policy_files import write_policy
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
 from slim_scheduler.training.curves import Curves, UpdateReport, UpdateStats, describe
@@ -71,6 +72,7 @@ def train(
     last = warm + -(-training.decisions // per_update)
     every = training.episode_rollouts  # no episode is open then
     scale, decided = state.scale, state.decided
+    manifest = _trained(manifest, decided, state.update)
     horizon = Horizon(training.horizon_s, GAE_LAMBDA)
     by_tasks = training.resolved.reward_weight == "tasks"
     trajectories = [Trajectory(horizon, by_tasks) for _ in range(training.workers)]
@@ -173,7 +175,12 @@ def _whole_episodes(count: int, per_update: int, config: Config) -> int:
 
 
 def _fingerprint(config: Config, seed: int) -> str:
-    return hashlib.sha256(msgspec.json.encode([config, seed], order="deterministic")).hexdigest()
+    """Of all that the policy depends on: what is configured, and what the files hold that are named there."""
+    shape = load_shape(config)
+    files = [router_accuracy_path(config), config.workload.trace or None]
+    held = [None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+    parts = [config, seed, shape, load_profiles(config, shape), held]
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()
 
 
 # ---- the policy

@@ -91,12 +91,11 @@ class ClusterFleet:
         """Places one more server and takes it into service, while traffic runs. Raises ConfigError for a known name."""
         if server.name in self.servers or server.name == DISPATCHER:
             raise ConfigError(f"server {server.name} is there already; choose another name")
-        before = self.config
-        self.config = msgspec.structs.replace(before, servers=(*before.servers, server))
+        self.config = msgspec.structs.replace(self.config, servers=(*self.config.servers, server))
         try:
             await self._place(server)
         except BaseException:
-            self.config = before
+            self._leave_out(server.name)
             raise
 
     async def remove(self, name: ServerName, grace: Seconds) -> None:
@@ -112,6 +111,9 @@ class ClusterFleet:
         host.tell_dispatcher(ServerLeft(name, "removed", removed=True))
         del self.servers[name]
         server.kill()
+        self._leave_out(name)
+
+    def _leave_out(self, name: ServerName) -> None:
         rest = tuple(server for server in self.config.servers if server.name != name)
         self.config = msgspec.structs.replace(self.config, servers=rest)
 

@@ -40,6 +40,7 @@ class PlanLedger:
         self._load = PatientLoad(plans.most(plans.whole)) if patient else PromptLoad(falls=not plans.overloaded)
         self._looked_at: Seconds = 0.0
         self._current: PlanKey | None = None
+        self._asked: set[PlanKey] = set()  # plans of other fleets than the whole one
         self._paces: dict[ServerName, float] = {}  # of the servers in service
         self._fleet: Fleet = ()  # these, as plans know them
         self._carried = 1.0  # what they carry, as a share of what that fleet does
@@ -191,7 +192,7 @@ class PlanLedger:
             steps = most * min(now, expected) / carried
         if self._current is not None and fleet == self._current[0] and 0 <= self._current[1] - steps < 1 + STEPS_ABOVE:
             return self._current[1]
-        return self._plans.step(fleet, steps)
+        return self._plans.step(fleet, steps, self._asked)
 
     def _excess(self, view: View) -> float:
         """What is in the system beyond the usual, in whole items' work."""

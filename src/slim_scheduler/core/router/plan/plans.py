@@ -29,6 +29,7 @@ LP_LINKS = 0.89  # `lp`: how busy its plans let links be: a narrower width does 
 Target = tuple[ServerName, Width]
 Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
 PlanKey = tuple[Fleet, int]  # and the load step
+MOST_ASKED = 1000  # plans that a run remembers to have asked for
 MOST_FLEETS = 32  # whose plans are kept, beside the whole one
 PART_STEPS = 10  # of any other fleet, whose plans are made while a request waits; those between are mixed of two
 
@@ -96,14 +97,24 @@ class Plans:
         """The highest load that is planned for, items per second: what these servers carry, times `overload`."""
         return self._fleet(fleet)[2] * self.overload
 
-    def step(self, fleet: Fleet, steps: float) -> int:
+    def step(self, fleet: Fleet, steps: float, asked: set[PlanKey]) -> int:
         """The step at which so many steps are planned for: the next one up. At most one plan has to be made for it, so
-        of a new fleet it is at first the next one up that is not mixed."""
+        of a new fleet it is at first the next one up that is not mixed.
+
+        `asked`: the plans of other fleets that one run asked for so far; those of this step are added. A run is the
+        same whatever others on the same plans asked for.
+        """
         step = max(1, min(self.steps, math.ceil(steps)))
+        if fleet == self.whole:
+            return step
         below, above = self._mixed_of(fleet, step)
-        if (fleet, above) not in self._shares:
+        if (fleet, above) not in asked:
+            if len(asked) >= MOST_ASKED:
+                asked.clear()
+            asked.add((fleet, above))
             return above
         if below:
+            asked.add((fleet, below))
             self.shares((fleet, below))
         return step
 
@@ -151,7 +162,7 @@ class Plans:
     def worked_off(self, fleet: Fleet, expected: float, queue: float) -> int:
         """The step at which so many items beyond the usual are best worked off, by what waiting costs, where
         `expected`, in steps, is to come. A fleet is taken for a smaller whole one: no plan has to be made for this."""
-        at = self.step(self.whole, expected)
+        at = max(1, min(self.steps, math.ceil(expected)))
         if at not in self._queues:
             self._queues[at] = self._worth_a_step(at)
         return bisect_right(self._queues[at], queue * self.most(self.whole) / self.most(fleet))
