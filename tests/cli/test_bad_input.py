@@ -254,6 +254,12 @@ def test_an_option_that_would_change_nothing_is_refused(slim: Slim, served, opti
     assert f"{said} would change nothing" in refused(slim, "serve", *served, *options)
 
 
+def test_who_may_connect_is_asked_before_anything_is_measured(slim: Slim, monkeypatch) -> None:
+    monkeypatch.setattr("slim_scheduler.cli.serving.found_here", lambda *_: pytest.fail("it measures"))
+    monkeypatch.delenv("SLIM_TOKEN", raising=False)
+    assert "opens the server to the network" in refused(slim, "serve", DIGITS, "--host", "0.0.0.0")
+
+
 def test_a_profile_stays_where_the_one_that_was_asked_for_cannot_be_made(slim: Slim, tmp_path: Path, monkeypatch):
     profile = tmp_path / "profile.json"
     profile.write_text("the one of before")

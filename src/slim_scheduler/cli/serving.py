@@ -92,6 +92,7 @@ def serve(
     import logging
 
     from slim_scheduler.core.errors import ConfigError
+    from slim_scheduler.serve.access import Access, token_from_environment
     from slim_scheduler.serve.limits import Limits
     from slim_scheduler.serve.server import serve as run
     from slim_scheduler.setup.config import load_config, with_overrides
@@ -109,9 +110,13 @@ def serve(
         _refuse_beside("a model folder", of_files)
     chosen = [*(overrides or ()), *([f"router.name={router}"] if router else ())]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    certificate = str(tls_cert) if tls_cert else None
+    key, client_ca = str(tls_key) if tls_key else None, str(tls_client_ca) if tls_client_ca else None
     if config is not None:
         loaded = load_config(config, tuple(chosen))
     else:
+        secret = token_from_environment(token)
+        Access(host, secret, certificate, key, client_ca, insecure).check()  # before minutes of measuring
         found = found_here(models or [], data, lambda: wishes_of(labels, None, None, mean, std), precision or "fp32")
         loaded = with_overrides(found, chosen)
     run(
@@ -125,9 +130,9 @@ def serve(
         management_grpc_port=None if management_grpc_port < 0 else management_grpc_port,
         allow_hosts=tuple(allow_host or ()),
         allow_origins=tuple(allow_origin or ()),
-        certificate=str(tls_cert) if tls_cert else None,
-        key=str(tls_key) if tls_key else None,
-        client_ca=str(tls_client_ca) if tls_client_ca else None,
+        certificate=certificate,
+        key=key,
+        client_ca=client_ca,
         layout="NCHW" if layout == "NCHW" else "NHWC",
         seed=seed,
         drain_delay_s=drain_delay_s,
