@@ -28,6 +28,7 @@ def fingerprint(panels: Mapping[str, Lines], bound: Mapping[str, float]) -> str:
 def draw(panels: Mapping[str, Lines], measures: Sequence[Measure], bound: Mapping[str, float], path: Path) -> None:
     """Writes an SVG: a column per panel, a row per measure, in the measures' units; `bound` is the first one's."""
     width, height = FIGURE_SIZE
+    routers = list(dict.fromkeys(router for lines in panels.values() for router in lines))  # alike in every panel
     with drawing() as figure, mpl.rc_context({"svg.hashsalt": path.name}):
         figure.set_size_inches(1.7 * width, 0.7 * height * len(measures))
         rows = figure.subplots(len(measures), len(panels), sharex=True, sharey="row", squeeze=False)
@@ -37,7 +38,8 @@ def draw(panels: Mapping[str, Lines], measures: Sequence[Measure], bound: Mappin
                 if row == 0:
                     axes.set_title(title)
                     axes.plot(list(map(float, bound)), list(bound.values()), ":", color=SOFT, label="the bound")
-                for i, (router, line) in enumerate(lines.items()):
+                for router, line in lines.items():
+                    i = routers.index(router)
                     color, dash = series(i)
                     at, values = list(map(float, line)), [row_of[row] for row_of in line.values()]
                     axes.plot(at, values, dash, marker=marker(i), markersize=4, color=color, label=router)
@@ -48,6 +50,7 @@ def draw(panels: Mapping[str, Lines], measures: Sequence[Measure], bound: Mappin
                     axes.set_ylabel(measure.heading)
                 axes.set_xticks(list(map(float, bound)))
             rows[-1][column].set_xlabel("load, share of the highest")
-        figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        drawn = {label: line for axes in rows[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4)
         metadata = {"Date": None, "Description": SAID + fingerprint(panels, bound)}
         figure.savefig(path, facecolor="white", metadata=metadata)
