@@ -86,9 +86,9 @@ def run_simulated(
     workers = min(workers or len(os.sched_getaffinity(0)), len(plan))
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(config, shares))
     with sigterm_as_ctrl_c(), pool:
-        with _sigint_blocked():
-            runs: dict[Future[dict[str, Any]], Trial] = {pool.submit(_work, i, t): t for i, t in enumerate(plan)}
         try:
+            with _sigint_blocked():
+                runs: dict[Future[dict[str, Any]], Trial] = {pool.submit(_work, i, t): t for i, t in enumerate(plan)}
             while runs:
                 done, _ = wait(runs, POLL_S, FIRST_COMPLETED)
                 for future in done:
