@@ -1,3 +1,5 @@
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -307,6 +309,17 @@ def test_a_router_may_calculate_with_numpys_types():
     (block,) = sent(arrive(dispatcher(Scripted(decision)), request(1), 0.0))
     assert [type(of) for of in (block.server, block.width)] == [str, float]
     assert msgspec.json.decode(msgspec.json.encode(block), type=Block) == block
+
+
+@pytest.mark.parametrize("group", [sys.maxsize, np.uint64(2**63), 10**30])
+def test_a_group_of_any_size_is_all_that_wait(group):
+    machine = dispatcher(Scripted(Decision("a", 0.5, group)))
+    commands = arrive(machine, request(1, items=3), 0.0)
+    (block,) = sent(commands)
+    assert len(block.tasks) == 3
+    assert only(commands, RouterFellBack) == []
+    (finished,) = only(machine.handle(done(block, 1.0), 1.0), BlockFinished)
+    assert finished.decision.group < 2**31, "what a record can hold"
 
 
 @pytest.mark.parametrize("suspended", [False, True])

@@ -234,10 +234,24 @@ def test_the_cost_of_either_pass_is_told():
     commands = machine.handle(msgspec.structs.replace(done(block, 4.0), energy_j=2.0), 4.0)
     (item,) = replies(machine.handle(RequestCancelled(1, stopping=True), 4.5))[0].items
     assert (item.compute_s, item.other_compute_s) == pytest.approx((0.04, 0.01))
-    assert (item.energy_j, item.other_energy_j) == (None, None), "the first has no energy that is known"
+    assert (item.energy_j, item.other_energy_j) == (None, 2.0), "of the first nobody knows it"
     commands = through(machine, arrive(machine, request(2), 5.0), 5.0, margin=0.2)
     (item,) = replies(through(machine, commands, 8.0, margin=0.2))[0].items
     assert (item.compute_s, item.other_compute_s) == pytest.approx((0.06, 0.03))
+
+
+def test_the_energy_of_either_pass_is_told():
+    def measured(block, at, joules):
+        return msgspec.structs.replace(done(block, at, margins=(0.2,)), energy_j=joules)
+
+    machine, now = made(), 0.0
+    commands = arrive(machine, request(1), now)
+    for joules in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
+        (block,) = sent(commands)
+        now += 1.0
+        commands = machine.handle(measured(block, now, joules), now)
+    (item,) = replies(commands)[0].items
+    assert (item.passes, item.energy_j, item.other_energy_j) == (2, 63.0, 7.0)
 
 
 # ---- second passes that go on from an activation of the first

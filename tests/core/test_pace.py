@@ -4,6 +4,7 @@ from itertools import pairwise
 from math import expm1
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from slim_scheduler.core.router.costs import ServerCost, seconds_per_item
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
 from slim_scheduler.core.router.plan import plans as plans_module
 from slim_scheduler.core.router.plan.follower import PlanFollower, PlanLedger
-from slim_scheduler.core.router.plan.plans import Plans
+from slim_scheduler.core.router.plan.plans import MOST_FLEETS, Plans
 from slim_scheduler.core.router.plan.program import NOTHING, PlanProgram
 from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.server.pace import STAYS, STEP, Pace
@@ -280,6 +281,19 @@ def test_no_look_waits_for_two_plans(monkeypatch):
     assert 0 < len(made) <= 10
     assert planned[29] == pytest.approx(0.44, abs=0.02), "not 0.5"
     assert planned[59] == pytest.approx(0.87, abs=0.025), "not 0.9"
+
+
+def test_a_fleet_whose_plans_were_forgotten_is_planned_for_as_a_new_one(monkeypatch):
+    plans = Plans(FACTS, Table(), rho=1.0, steps=100)
+    ledger, made = PlanLedger(plans), []
+    monkeypatch.setattr(PlanProgram, "most_even", counted(PlanProgram.most_even, made))
+    paces = [2.0, 2.0, *2.0 ** np.arange(2, MOST_FLEETS + 6), 2.0, 2.0]
+    for second, pace in enumerate(paces, 1):
+        before, received = len(made), round(0.34 * plans.most(SLOW_A) * second)
+        state = view(slow("a", pace), seen("b"), waiting=0, now=float(second))
+        ledger.shares(msgspec.structs.replace(state, received=received, squares=received))
+        assert len(made) <= before + 1
+    assert len(ledger._asked) <= MOST_FLEETS
 
 
 def test_a_run_is_the_same_whatever_others_on_its_plans_asked_for():

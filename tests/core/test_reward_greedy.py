@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.random import default_rng
@@ -85,6 +86,14 @@ def test_a_wider_instance_that_is_loaded_is_what_would_run():
     now = view(seen("a", loaded=((0, 1.0),)), seen("b", credit=0))
     router = RewardGreedy(cluster(server("a"), server("b")), Table(), RewardConfig())
     rewards, _ = router.rewards(now, [now.servers["a"]])
+    assert rewards[:, 0, 0] == pytest.approx(rewards[:, 0, 1])
+
+
+def test_a_width_that_is_just_within_the_upgrade_is_what_would_run():
+    # As 0.7 and 0.1, which are just less than 0.8.
+    now = view(seen("a", loaded=((0, 1.0),)))
+    facts = cluster(msgspec.structs.replace(server("a"), max_upgrade=0.5 - 1e-12))
+    rewards, _ = RewardGreedy(facts, Table(), RewardConfig()).rewards(now, [now.servers["a"]])
     assert rewards[:, 0, 0] == pytest.approx(rewards[:, 0, 1])
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import pytest
 
 from slim_scheduler.core.types import ItemOutcome, Outcome
 from slim_scheduler.serve.decode import InferenceCall
@@ -62,8 +63,10 @@ def test_what_ran_twice_says_how_sure_it_is_and_what_either_pass_cost(card):
     assert (told["energy_j"], told["other_energy_j"]) == (1.0, 0.25)
 
 
-def test_energy_that_nobody_measured_is_left_out(card):
-    answer = Answer(LOGITS, tuple(item(i, (1.0,), ("a",), energy_j=None) for i in range(2)), "counter")
+@pytest.mark.parametrize("energies", [(None, None), (1.0, None)])
+def test_energy_that_nobody_measured_or_a_part_of_it_is_left_out(card, energies):
+    items = tuple(item(i, (1.0,), ("a",), energy_j=energy) for i, energy in enumerate(energies))
+    answer = Answer(LOGITS, items, "counter")
     document, _ = encoded(card, answer, OutputForm())
     assert "energy_j" not in document["parameters"]
     assert document["parameters"]["energy_source"] == "none"

@@ -11,6 +11,8 @@ import msgspec
 from slim_scheduler.core.errors import InputError
 from slim_scheduler.core.types import Bytes, Width
 
+ROUNDING = 1e-9  # of widths: 0.7 + 0.1 is below 0.8
+
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of one network. Tables are indexed by segment, then by position in `widths`.
@@ -40,6 +42,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError:
             available = ", ".join(f"{w:g}" for w in self.widths)
             raise InputError(f"width {width:g} is not served; available: {available}") from None
+
+    def widest(self, width: Width, upgrade: float | None) -> Width:
+        """The widest instance that may run a task for a width: wider by up to `upgrade`; None: any wider one."""
+        return self.widths[-1] if upgrade is None else width + upgrade + ROUNDING
 
     def instance_bytes(self, segment: int, width: Width, max_batch: int) -> Bytes:
         """Device memory of a fresh instance: its weights and room to run `max_batch` items."""

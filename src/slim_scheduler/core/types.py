@@ -133,9 +133,9 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
     """The end of one item: what ran where, and where its time went.
 
     `queue_s` is everything between arrival and end that was not `compute_s` (the durations of its batches).
-    `energy_j` is its share of its batches' energy, None where no source gives it. Times and energy are of all passes;
-    `widths` and `servers` of the pass that answered, the `passes`-th, and `margin` is its answer's, where it was told.
-    What begins with `other_` is of the pass that did not answer, where there was one.
+    `energy_j` is its share of its batches' energy, 0 where none ran, None where a part is unknown. Times and energy are
+    of all passes; `widths` and `servers` of the pass that answered, the `passes`-th, and `margin` is its answer's,
+    where it was told. What begins with `other_` is of the pass that did not answer, where there was one.
     """
 
     item: ItemId

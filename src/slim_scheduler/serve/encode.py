@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.core.types import ItemOutcome, WidthTuple
+from slim_scheduler.core.types import ItemOutcome, Joules, WidthTuple
 from slim_scheduler.engine.timeline import Visit
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
@@ -92,8 +92,8 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     """The response parameters: widths and servers per segment, times in ms, energy, passes and confidence.
 
     Items that went different ways are separated by `;`. Times are the slowest item's, energy the sum of all, and left
-    out where no device says; `passes` is the most of any item, `confidence` the least. What begins with `other_` is of
-    the passes that did not answer, `compute_ms` and `energy_j` are of all.
+    out where a part of it is unknown; `passes` is the most of any item, `confidence` the least. What begins with
+    `other_` is of the passes that did not answer, `compute_ms` and `energy_j` are of all.
     """
     items = answer.items
     if len(items) == 1:  # as in most requests, where looking over the items costs more than all the rest
@@ -103,8 +103,7 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     else:
         widths = _either([spelled(item.widths) for item in items])
         servers = _either([",".join(item.servers) for item in items])
-        energies = [item.energy_j for item in items if item.energy_j is not None]
-        energy = sum(energies) if energies else None
+        energy = _sum([item.energy_j for item in items])
         queue, compute = max([item.queue_s for item in items]), max([item.compute_s for item in items])
         passes = max([item.passes for item in items])
     cost: dict[str, str | float] = {
@@ -128,13 +127,19 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if twice:
         cost["other_widths"] = _either([spelled(item.other_widths) for item in items])
         cost["other_compute_ms"] = round(max([item.other_compute_s for item in twice]) * 1e3, 3)
-        if energy is not None:
-            cost["other_energy_j"] = sum([item.other_energy_j or 0.0 for item in twice])
+        other = _sum([item.other_energy_j for item in twice])
+        if other is not None:
+            cost["other_energy_j"] = other
     if answer.unmet:
         cost["unmet"] = answer.unmet
     if answer.timeline:
         cost["timeline"] = _encode(timeline_of(answer.timeline)).decode()
     return cost
+
+
+def _sum(energies: Sequence[Joules | None]) -> Joules | None:
+    known = [energy for energy in energies if energy is not None]
+    return sum(known) if len(known) == len(energies) else None
 
 
 def timeline_of(visits: Sequence[Visit]) -> list[dict[str, int | float | str]]:

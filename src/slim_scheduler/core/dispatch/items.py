@@ -36,10 +36,10 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
 class ItemFlight(msgspec.Struct, eq=False):
     """One item on its way. `task` is its current attempt at its current segment; answers to any other are late.
 
-    `compute` and `energy` are of all passes, `energy` None from the first batch on of which nobody knows it; `held` are
-    the bytes of activation counted for it. `kept`: the segments that a second pass may go on with, and where the
-    activations lie that they read. On its second pass, since `again_since`, it has the first one, and `constraints` are
-    the width tuple of that pass.
+    `compute` is of all passes, `energy` of the one that it is on, None from the first batch on of which nobody knows
+    it; `held` are the bytes of activation counted for it. `kept`: the segments that a second pass may go on with, and
+    where the activations lie that they read. On its second pass, since `again_since`, it has the first one, and
+    `constraints` are the width tuple of that pass.
     """
 
     item: ItemId
@@ -70,7 +70,7 @@ class ItemFlight(msgspec.Struct, eq=False):
         """Its first pass is done; once more at another width tuple, from the last activation kept that both share, or
         from the input. Returns the segment that it goes on with."""
         first = self.first = Pass(self.widths, self.servers, margin, self.compute, self.energy)
-        self.constraints, self.again_since = TaskConstraints(widths=widths), now
+        self.constraints, self.again_since, self.energy = TaskConstraints(widths=widths), now, 0.0
         segment = max((k for k in self.kept if first.widths[:k] == widths[:k]), default=0)
         home = self.kept.get(segment)
         self.widths, self.servers, self.home, self.kept = first.widths[:segment], first.servers[:segment], home, {}
@@ -178,7 +178,7 @@ class Ledger:
 def _of_two_passes(
     flight: ItemFlight, first: Pass, outcome: Outcome, queued: Seconds, reason: str, margin: float | None
 ) -> ItemOutcome:
-    compute, energy = flight.compute - first.compute, _difference(flight.energy, first.energy)
+    compute, energy = flight.compute - first.compute, flight.energy
     ran, other, passes = Pass(flight.widths, flight.servers, margin, compute, energy), first, 2
     if outcome not in (Outcome.ANSWERED, Outcome.CANCELLED) and flight.has_answer:
         second = ran if compute > 0 else Pass((), (), None, 0.0, energy)  # nothing of it ran beyond what is shared
@@ -190,7 +190,7 @@ def _of_two_passes(
         ran.servers,
         queued,
         flight.compute,
-        flight.energy,
+        None if energy is None or first.energy is None else first.energy + energy,
         reason,
         passes,
         ran.margin,
@@ -199,10 +199,6 @@ def _of_two_passes(
         other.energy,
         other.margin,
     )
-
-
-def _difference(both: Joules | None, one: Joules | None) -> Joules | None:
-    return None if both is None or one is None else both - one
 
 
 def _item_id(outcome: ItemOutcome) -> ItemId:

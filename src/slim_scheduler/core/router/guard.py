@@ -13,6 +13,7 @@ from slim_scheduler.core.router.base import Router
 from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
 
+LARGEST_GROUP = 2**31 - 1  # that a record holds
 LAST_RESORT = "last resort"  # in the record, in place of a router's name
 
 
@@ -80,12 +81,14 @@ def _complaint(decision: Decision, view: View) -> Complaint | None:
 
 
 def _plain(decision: Decision, view: View) -> Decision:
-    """The same decision in Python's own types: a router may calculate with NumPy's."""
+    """The same decision in Python's own types, where a router calculated with NumPy's, and with a group that a record
+    can hold, where it means all that wait by any number."""
     server, width, group = decision.server, decision.width, decision.group
-    if type(server) is str and type(width) is float and type(group) is int:
+    plain = type(decision) is Decision and type(server) is str and type(width) is float and type(group) is int
+    if plain and group <= LARGEST_GROUP:
         return decision
     widths = view.head.widths
-    return Decision(view.choices[server].name, widths[widths.index(width)], int(group))
+    return Decision(view.choices[server].name, widths[widths.index(width)], min(int(group), LARGEST_GROUP))
 
 
 def _last_resort(view: View) -> Decision:

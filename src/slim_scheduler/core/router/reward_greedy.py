@@ -62,7 +62,7 @@ class RewardGreedy:
         top1 = np.zeros(own.shape[1:])
         for i, server in enumerate(choices):
             cost = self._costs[server.name]
-            most = min(head.waiting, server.credit, cost.server.max_batch)
+            most = server.takes(min(head.waiting, cost.server.max_batch))
             counts = [min(group, most) for group in self._groups]
             runs = [self._runs_at(server, head, width) for width in head.widths]
             columns = [self._shape.index(width) for width in runs]
@@ -94,7 +94,7 @@ class RewardGreedy:
         """The width of the instance that will serve: the narrowest loaded one that may, else one to be loaded."""
         exact = head.constraints is not None and head.constraints.widths is not None
         upgrade = 0.0 if exact else self._costs[server.name].server.max_upgrade
-        widest = self._shape.widths[-1] if upgrade is None else width + upgrade
+        widest = self._shape.widest(width, upgrade)
         loaded = server.report.instances if server.report is not None else ()
         there = (i.width for i in loaded if i.segment == head.segment and i.count)
         return min((w for w in there if width <= w <= widest), default=width)

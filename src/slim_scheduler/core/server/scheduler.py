@@ -42,7 +42,6 @@ from slim_scheduler.core.view import ServerReport
 RECENT_BATCHES = 256  # percentiles in the telemetry are over this many
 REMEMBERED_BLOCKS = 1024  # to recognise a block that was delivered twice
 LONG_BATCH: Seconds = 0.005  # deciding about a batch's items takes some tenths of a millisecond
-ROUNDING = 1e-9  # of widths: 0.7 + 0.1 is below 0.8
 SAMPLED: Seconds = 1.0  # that a device's utilisation looks back at the most: from then on it tells of others
 NEXT_LOAD: Seconds = 1.0  # after a load that failed, where another instance can run what waits
 RETURN: Seconds = 2e-6  # a simulated message in one process takes nanoseconds; a live host comes to timers after them
@@ -295,11 +294,7 @@ class ServerScheduler:
         self._open_blocks[block.block_id] = len(block.tasks)
 
     def _widest(self, width: Width, exact: bool) -> Width:
-        if exact:
-            return width
-        if self._knobs.max_upgrade is None:
-            return self._shape.widths[-1]
-        return width + self._knobs.max_upgrade + ROUNDING
+        return width if exact else self._shape.widest(width, self._knobs.max_upgrade)
 
     def _queue_changed(self, key: Key) -> None:
         """Tasks of a key left the queue or are back in it."""
@@ -521,8 +516,7 @@ class ServerScheduler:
             assert {(t.segment, t.previous_width) for t in batch.tasks} == {(key[0], key[2])}, "mixed batch"
         greedy = self._window is None and self._returning is None
         if greedy and len(self._queue) and not self._running and not len(self._pool):
-            blocked = self._utilization is not None and self._utilization >= self._knobs.utilization_block
-            assert blocked, "work waits although nothing runs, loads or blocks"
+            assert self._load_blocked(now), "work waits although nothing runs, loads or blocks"
 
     def _check_window(self, now: Seconds) -> None:
         """A slot that is free has no ripe key that could start; what is not ripe has its timer."""

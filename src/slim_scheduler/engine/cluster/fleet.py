@@ -89,7 +89,8 @@ class ClusterFleet:
 
     async def add(self, server: ServerConfig) -> None:
         """Places one more server and takes it into service, while traffic runs. Raises ConfigError for a known name."""
-        if server.name in self.servers or server.name == DISPATCHER:
+        known = [placed.name for placed in self.config.servers]  # before any await: another may be placing it now
+        if server.name in (*known, *self.servers, DISPATCHER):
             raise ConfigError(f"server {server.name} is there already; choose another name")
         self.config = msgspec.structs.replace(self.config, servers=(*self.config.servers, server))
         try:

@@ -40,7 +40,7 @@ class PlanLedger:
         self._load = PatientLoad(plans.most(plans.whole)) if patient else PromptLoad(falls=not plans.overloaded)
         self._looked_at: Seconds = 0.0
         self._current: PlanKey | None = None
-        self._asked: set[PlanKey] = set()  # plans of other fleets than the whole one
+        self._asked: dict[Fleet, set[int]] = {}  # steps of other fleets than the whole one
         self._paces: dict[ServerName, float] = {}  # of the servers in service
         self._fleet: Fleet = ()  # these, as plans know them
         self._carried = 1.0  # what they carry, as a share of what that fleet does

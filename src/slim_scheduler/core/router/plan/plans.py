@@ -29,7 +29,6 @@ LP_LINKS = 0.89  # `lp`: how busy its plans let links be: a narrower width does 
 Target = tuple[ServerName, Width]
 Fleet = tuple[tuple[ServerName, float], ...]  # servers in service, and how many times slower than its profile each is
 PlanKey = tuple[Fleet, int]  # and the load step
-MOST_ASKED = 1000  # plans that a run remembers to have asked for
 MOST_FLEETS = 32  # whose plans are kept, beside the whole one
 PART_STEPS = 10  # of any other fleet, whose plans are made while a request waits; those between are mixed of two
 
@@ -97,24 +96,26 @@ class Plans:
         """The highest load that is planned for, items per second: what these servers carry, times `overload`."""
         return self._fleet(fleet)[2] * self.overload
 
-    def step(self, fleet: Fleet, steps: float, asked: set[PlanKey]) -> int:
+    def step(self, fleet: Fleet, steps: float, asked: dict[Fleet, set[int]]) -> int:
         """The step at which so many steps are planned for: the next one up. At most one plan has to be made for it, so
         of a new fleet it is at first the next one up that is not mixed.
 
-        `asked`: the plans of other fleets that one run asked for so far; those of this step are added. A run is the
-        same whatever others on the same plans asked for.
+        `asked`: the steps of other fleets that one run asked for, as far as their plans are kept; those of this step
+        are added. A run is the same whatever others on the same plans asked for.
         """
         step = max(1, min(self.steps, math.ceil(steps)))
         if fleet == self.whole:
             return step
         below, above = self._mixed_of(fleet, step)
-        if (fleet, above) not in asked:
-            if len(asked) >= MOST_ASKED:
-                asked.clear()
-            asked.add((fleet, above))
+        if fleet not in asked:
+            if len(asked) == MOST_FLEETS:
+                del asked[next(iter(asked))]  # as `_fleet` forgets them
+            asked[fleet] = set()
+        if above not in asked[fleet]:
+            asked[fleet].add(above)
             return above
         if below:
-            asked.add((fleet, below))
+            asked[fleet].add(below)
             self.shares((fleet, below))
         return step
 
