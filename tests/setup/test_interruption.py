@@ -1,10 +1,14 @@
 """A wish to stop waits for a safe place; a second one does not."""
 
+import os
 import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
-from slim_scheduler.setup.interruption import deferred, sigterm_as_ctrl_c
+from slim_scheduler.setup.interruption import deferred, sigterm_as_ctrl_c, starting_processes
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,32 @@ def test_afterwards_signals_do_what_they_did_before():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_while_processes_start_ctrl_c_waits_and_never_reaches_them():
+    says_what_is_blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    ended = threading.Event()
+    threading.Thread(target=ended.wait).start()  # which takes the signal that this one blocks
+    said = []
+
+    def start():
+        with starting_processes():
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(0.05)
+            said.append(subprocess.check_output([sys.executable, "-c", says_what_is_blocked], text=True).strip())
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    ended.set()
+    assert said == ["True"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_who_defers_ctrl_c_is_told_of_one_that_came_while_processes_started():
+    with deferred() as interruption:
+        with starting_processes():
+            signal.raise_signal(signal.SIGTERM)
+        assert interruption.wanted
 
 
 @pytest.mark.parametrize("ignored", [False, True])

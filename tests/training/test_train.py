@@ -1,6 +1,7 @@
 """A training run as a user has it: it learns, resumes after SIGKILL to the same policy, and says what it refuses."""
 
 import csv
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,18 +16,19 @@ import tomli_w
 import torch
 
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.errors import ConfigError, InputError
 from slim_scheduler.core.router.learned.router import learned_router
 from slim_scheduler.core.router.plan.plans import RHO, lp_plans
 from slim_scheduler.core.router.plan.waiting import waiting
 from slim_scheduler.setup.accuracy_files import TABLE_FILES, write_accuracy
 from slim_scheduler.setup.config import TrainingConfig, load_config, with_preset
 from slim_scheduler.setup.machines import build_router, load_profiles, load_shape, router_facts
-from slim_scheduler.setup.policy_files import read_policy
+from slim_scheduler.setup.policy_files import read_policy, write_policy
 from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, UpdateStats, warnings
 from slim_scheduler.training.ppo import fresh_network, joint_log_prob, tensors, train
 from slim_scheduler.training.rollout import Actor, RolloutOrder
+from slim_scheduler.training.workers import RolloutWorkers
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
 
@@ -51,9 +53,9 @@ if __name__ == "__main__":
 """
 
 
-def config_file(folder: Path, **training) -> Path:
+def config_file(folder: Path, workload=None, **training) -> Path:
     """A configuration on disk, as another process needs it."""
-    config = training_cluster(folder, training={**TINY, **training})
+    config = training_cluster(folder, training={**TINY, **training}, workload=workload or {})
     tree = msgspec.to_builtins(config)
     file = folder / "cluster.toml"
     file.write_text(tomli_w.dumps(without_none(tree)))
@@ -125,11 +127,47 @@ def test_other_settings_do_not_resume(tmp_path):
         train(load_config(config_file(tmp_path / "cluster", decisions=800, warm_start="")), tmp_path / "out")
 
 
-@pytest.mark.parametrize("what", ["table", "profile"])
+def test_a_ctrl_c_at_the_terminal_does_not_reach_workers_that_start(tmp_path):
+    config = load_config(config_file(tmp_path / "cluster", decisions=400))
+    parameters = fresh_network(config, 0).arrays()
+    with RolloutWorkers(config, 0) as workers:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGINT)
+        order = RolloutOrder(parameters=parameters, update=0, decided=0, decisions=8, teacher="")
+        assert len(workers.collect(order)) == config.training.workers
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        ({"kind": "trace", "trace": "missing.csv", "trace_at_rate": True}, "does not exist"),
+        ({"rate": 1e-9, "duration_s": 1.0}, r"1000 workloads in a row had no arrivals; raise workload.rate \(1e-09\)"),
+    ],
+)
+def test_a_workload_that_has_nothing_to_train_on_is_refused_with_what_to_do(tmp_path, workload, said):
+    config = load_config(config_file(tmp_path / "cluster", decisions=400, warm_start="", workload=workload))
+    with pytest.raises(InputError, match=said):
+        train(config, tmp_path / "out")
+
+
+def test_a_trace_that_is_not_used_need_not_be_there(tmp_path):
+    workload = {"kind": "poisson", "trace": "missing.csv"}
+    config = load_config(config_file(tmp_path / "cluster", decisions=400, warm_start="", workload=workload))
+    assert train(config, tmp_path / "out").training["decided"] > 0
+
+
+@pytest.mark.parametrize("what", ["table", "profile", "teacher"])
 def test_files_that_say_something_else_do_not_resume(tmp_path, what):
+    teacher = tmp_path / "teacher"
     config = load_config(config_file(tmp_path / "cluster", decisions=400, warm_start=""))
+    train(config, teacher)
+    if what == "teacher":
+        training = msgspec.structs.replace(config.training, warm_start=f"ppo:{teacher}", warm_start_decisions=400)
+        config = msgspec.structs.replace(config, training=training)
     train(config, tmp_path / "out")
-    if what == "table":
+    if what == "teacher":
+        write_policy(teacher, read_policy(teacher)[0], fresh_network(config, 7).arrays())
+    elif what == "table":
         columns = ((0.5, 0.5), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0))
         flipped = {widths: ~small_table().correct(widths) for widths in columns}
         sure = {widths: np.ones(100) for widths in columns}

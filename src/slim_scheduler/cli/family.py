@@ -108,7 +108,12 @@ def run_import(files: list[Path], out: Path, data: str | None, wishes: "Wishes")
 
 def found_here(models: list[Path], data: str | None, wishes: "Callable[[], Wishes]", precision: str) -> "Config":
     """A configuration for a model folder, or for files that become a family in the user's cache first."""
-    return found_for(model_folder(models) or cached_family(models, data, wishes()), precision)
+    from slim_scheduler.setup.model_names import model_name
+
+    folder = model_folder(models)
+    if folder is not None:
+        model_name(folder)  # which clients call it by
+    return found_for(folder or cached_family(models, data, wishes()), precision)
 
 
 def model_folder(models: list[Path]) -> Path | None:
@@ -134,6 +139,7 @@ def cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path
     from slim_scheduler.core.errors import InputError
     from slim_scheduler.model.onnx_file import external_files
     from slim_scheduler.setup.cache import cache_folder
+    from slim_scheduler.setup.model_names import LONGEST_NAME
 
     read: list[Path] = []
     for path in files:
@@ -151,7 +157,7 @@ def cached_family(files: list[Path], data: str | None, wishes: "Wishes") -> Path
     common = "".join(
         letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*stems, strict=False))
     )
-    name = re.sub(r"[^A-Za-z0-9]+", "-", common).strip("-") or "family"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", common).strip("-")[:LONGEST_NAME].rstrip("-") or "family"
     folder = cache_folder("families") / digest.hexdigest()[:32] / name
     if not folder.is_dir():
         show_family(run_import(files, folder, data, wishes))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.client.wire import HttpConnection, KeptConnections, bearer, request_head, split_address
+from slim_scheduler.client.wire import HttpConnection, KeptConnections, bearer, model_path, request_head, split_address
 from slim_scheduler.core.errors import InputError, SlimError
 
 SCHEMES = ("http", "https")
@@ -86,14 +86,14 @@ class SlimClient:
         self._url = split_address(url, SCHEMES)
         self._token = token
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(self._url.hostname or "localhost", self._url.port, timeout=timeout_s)
+        self._connection = kind(self._url.host, self._url.port, timeout=timeout_s)
         self._model = model
 
     def infer(self, images: Images, constraints: Constraints = NO_CONSTRAINTS) -> Prediction:
         """Logits for `(items, channels, height, width)`: float32 normalised, or uint8 pixels. Raises RefusedError."""
         body, json_length = infer_body(images, constraints)
         headers = {"Inference-Header-Content-Length": str(json_length), "Content-Type": "application/octet-stream"}
-        status, fields, reply = self._send("POST", f"/v2/models/{self.model}/infer", body, headers)
+        status, fields, reply = self._send("POST", model_path(self.model, "/infer"), body, headers)
         return read_prediction(status, fields, reply)
 
     @property
@@ -104,7 +104,7 @@ class SlimClient:
         return self._model
 
     def metadata(self) -> dict[str, Any]:
-        return self._get(f"/v2/models/{self.model}")
+        return self._get(model_path(self.model))
 
     def ready(self) -> bool:
         return self._send("GET", "/v2/health/ready")[0] == 200
@@ -161,7 +161,7 @@ class AsyncSlimClient:
         """As `SlimClient.infer`. Cancelling it closes the connection, which frees the work at the server."""
         body, json_length = infer_body(images, constraints)
         head = {"inference-header-content-length": str(json_length), "content-type": "application/octet-stream"}
-        return read_prediction(*await self._send("POST", f"/v2/models/{await self.model()}/infer", body, head))
+        return read_prediction(*await self._send("POST", model_path(await self.model(), "/infer"), body, head))
 
     async def model(self) -> str:
         if self._model is None:
@@ -169,7 +169,7 @@ class AsyncSlimClient:
         return self._model
 
     async def metadata(self) -> dict[str, Any]:
-        return _document(*await self._send("GET", f"/v2/models/{await self.model()}"))
+        return _document(*await self._send("GET", model_path(await self.model())))
 
     async def ready(self) -> bool:
         return (await self._send("GET", "/v2/health/ready"))[0] == 200
@@ -190,12 +190,12 @@ class AsyncSlimClient:
     ) -> tuple[int, dict[str, str], bytes]:
         if self._token:
             headers = {"authorization": bearer(self._token), **(headers or {})}
-        host, port = self._url.hostname or "localhost", self._url.port or 80
+        head = request_head(method, path, self._url.authority, len(body), headers)
         connection = None
         try:
             async with asyncio.timeout(self._timeout):
-                connection = self._kept.take() or await HttpConnection.open(host, port)
-                answer = await connection.send(request_head(method, path, f"{host}:{port}", len(body), headers) + body)
+                connection = self._kept.take() or await HttpConnection.open(self._url.host, self._url.port)
+                answer = await connection.send(head + body)
         except BaseException:
             if connection is not None:
                 connection.close()

@@ -34,8 +34,7 @@ class GrpcSender:
         constraints: Constraints,
         rng: np.random.Generator,
     ) -> "GrpcSender":
-        parts = split_address(url, ("grpc",))
-        channel = grpc.aio.insecure_channel(f"{parts.hostname}:{parts.port}")
+        channel = grpc.aio.insecure_channel(split_address(url, ("grpc",)).authority)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         metadata = (("authorization", bearer(token)),) if token else ()
         try:

@@ -26,7 +26,6 @@ from slim_scheduler.core.errors import InputError
 Transport = Literal["http", "grpc"]
 VALID_LAG_S = 0.005
 MOST_REQUESTS = 20_000_000  # each has its time beforehand, and leaves a row
-MOST_ITEMS = 65_536  # in one request, of which 16 are held
 LOST_PAUSE_S = 0.05  # between a connection that was lost and a caller's next try
 SPARE_FILES = 64  # that a process has open beside its connections
 UNANSWERED_S = 60.0  # how long answers are waited for once nothing more is sent: beyond any deadline that makes sense
@@ -73,20 +72,23 @@ class Tally:
         self.ended.append((intended, time.perf_counter() - intended, status))
 
 
-def check_load(rate: float | None, concurrency: int | None, duration: float, items: int = 1) -> None:
+def check_load(
+    rate: float | None, concurrency: int | None, duration: float, items: int = 1, warmup: float = 0.0
+) -> None:
     """Raises InputError."""
     if (rate is None) == (concurrency is None):
         raise InputError("give either --rate (open loop) or --concurrency (closed loop)")
     for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
-    if rate is not None and rate * duration > MOST_REQUESTS:
+    if not 0 <= warmup < float("inf"):
+        raise InputError(f"warmup is {warmup:g}; it must be 0 or more and finite")
+    seconds = warmup + duration
+    if rate is not None and rate * seconds > MOST_REQUESTS:
         raise InputError(
-            f"{rate:g} requests a second for {duration:g} s are {rate * duration:.3g}; at most {MOST_REQUESTS:,} are "
-            "planned: lower --rate or --duration"
+            f"{rate:g} requests a second for {seconds:g} s are {rate * seconds:.3g}; at most {MOST_REQUESTS:,} are "
+            "planned: lower --rate, --duration or --warmup"
         )
-    if items > MOST_ITEMS:
-        raise InputError(f"items is {items}; give at most {MOST_ITEMS:,} in one request")
 
 
 Send = Callable[[int], Awaitable[Status]]
@@ -114,7 +116,7 @@ def load(
     `connections` are opened as requests are under way: who has fewer bounds what the server can be offered. Over HTTP
     the process's limit of open files is raised where it is too low for them. Ctrl-C returns what was seen until then.
     """
-    check_load(rate, concurrency, duration, items)
+    check_load(rate, concurrency, duration, items, warmup)
     if transport is None:
         transport = "grpc" if url.startswith("grpc://") else "http"
     run = _run(url, rate, concurrency, duration, transport, model, items, datatype, constraints, token, connections,

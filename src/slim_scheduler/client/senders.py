@@ -1,6 +1,7 @@
 """How the load generator sends a request over HTTP, and the payloads that it sends."""
 
 import asyncio
+import math
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from slim_scheduler.client.wire import (
     HttpConnection,
     KeptConnections,
     bearer,
+    model_path,
     request_head,
     split_address,
 )
+from slim_scheduler.core.errors import InputError
 
+MOST_BYTES = 2**30  # of all inputs together
 Status = int | str  # an HTTP status, a gRPC code's name, or what went wrong
 OK = 200
 LONGEST_REASON = 500  # bytes of an answer
@@ -45,19 +49,18 @@ class HttpSender:
         rng: np.random.Generator,
         most: int,
     ) -> "HttpSender":
-        parts = split_address(url, ("http",))
+        address = split_address(url, ("http",))
         async with AsyncSlimClient(url, model, token) as client:
             metadata = await client.metadata()
-        host, port = parts.hostname or "localhost", parts.port or 80
         requests = []
         for images in payloads(metadata["inputs"][0]["shape"][1:], items, datatype, rng):
             body, json_length = infer_body(images, constraints)
             fields = {"inference-header-content-length": str(json_length)}
             if token:
                 fields["authorization"] = bearer(token)
-            path = f"/v2/models/{metadata['name']}/infer"
-            requests.append(request_head("POST", path, f"{host}:{port}", len(body), fields) + body)
-        return cls(host, port, requests, most)
+            path = model_path(metadata["name"], "/infer")
+            requests.append(request_head("POST", path, address.authority, len(body), fields) + body)
+        return cls(address.host, address.port, requests, most)
 
     async def send(self, number: int) -> Status:
         async with self._room:
@@ -82,8 +85,14 @@ class HttpSender:
 
 
 def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Generator, count: int = 16) -> list[Any]:
-    """Some different inputs; what is in them does not change how long they take."""
+    """Some different inputs; what is in them does not change how long they take. Raises InputError."""
     shape = (items, *item_shape)
+    size = count * math.prod(shape) * (1 if datatype == "UINT8" else 4)
+    if size > MOST_BYTES:
+        raise InputError(
+            f"{count} requests of {items} items take {size / 2**20:,.0f} MiB, of at most {MOST_BYTES / 2**20:,.0f}; "
+            "lower --items"
+        )
     if datatype == "UINT8":
         return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
     return [rng.standard_normal(shape, dtype=np.float32) for _ in range(count)]

@@ -5,9 +5,12 @@ An asyncio protocol without streams, because a load generator must cost less tha
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from urllib.parse import SplitResult, urlsplit
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
 
 from slim_scheduler.core.errors import InputError, SlimError
+
+PORTS = {"http": 80, "https": 443}  # where an address names none
 
 
 class ConnectionLostError(SlimError):
@@ -112,20 +115,42 @@ def request_head(method: str, path: str, host: str, length: int, headers: Mappin
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def split_address(url: str, schemes: Sequence[str]) -> SplitResult:
+class Address(NamedTuple):
+    """Where a server listens. `host` is without the brackets that an IPv6 address has in `authority`."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """As it stands in an address and in the Host field."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def split_address(url: str, schemes: Sequence[str]) -> Address:
     """An address of one of these schemes, the first where it names none. Raises InputError."""
     try:
         parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
-        good = parts.scheme in schemes and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number, or above 65535
+        host, port = parts.hostname or "", parts.port or PORTS.get(parts.scheme, 0)
+        host.encode("idna")
+        good = parts.scheme in schemes and bool(host) and port > 0 and parts.port != 0
+    except ValueError:  # a port that is no number or above 65535, a host that no name service would take
         good = False
     if not good:
         raise InputError(f"{url} is not an address; give {schemes[0]}://HOST:PORT, with a port from 1 to 65535")
-    return parts
+    return Address(parts.scheme, host, port)
+
+
+def model_path(model: str, action: str = "") -> str:
+    """The path of a model, or of what is done with it."""
+    return f"/v2/models/{quote(model, safe='')}{action}"
 
 
 def bearer(token: str) -> str:
     """The field that shows a token. Raises InputError."""
     if not (token.isascii() and token.isprintable()):
-        raise InputError("the token has characters beyond printable ASCII; a server takes none of them")
+        raise InputError(
+            "the token has characters beyond printable ASCII; look for a stray line end in --token or SLIM_TOKEN"
+        )
     return f"Bearer {token}"

@@ -31,7 +31,6 @@ from slim_scheduler.setup.accuracy_files import PRECISIONS, TABLE_FILES, accurac
 from slim_scheduler.setup.cache import cache_folder, write_whole
 from slim_scheduler.setup.config import Config, ModelConfig, RouterConfig, ServerConfig
 from slim_scheduler.setup.machines import load_shape
-from slim_scheduler.setup.model_names import model_name
 from slim_scheduler.setup.profiles import read_profile
 
 AUTO = "auto"
@@ -53,7 +52,6 @@ def automatic_config(
     """A configuration for a model on this machine, and what was found out, a line each. Raises InputError's kinds."""
     if not (folder / "manifest.json").is_file():
         raise ConfigError(f"{folder} is no model folder; give one, or two or more .onnx or .pt2 files")
-    model_name(folder)
     model = load_model(folder)
     shape = load_shape(Config(model=ModelConfig(path=str(folder))))
     said, servers = [], []

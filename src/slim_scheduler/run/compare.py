@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.run.runs import live_run, simulated_run
 from slim_scheduler.setup.config import Config
-from slim_scheduler.setup.interruption import Interruption, sigterm_as_ctrl_c
+from slim_scheduler.setup.interruption import Interruption, sigterm_as_ctrl_c, starting_processes
 
 Progress = Callable[[float, str], None]  # share of all runs in [0, 1], what is running
 POLL_S = 0.2
@@ -87,7 +86,7 @@ def run_simulated(
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(config, shares))
     with sigterm_as_ctrl_c(), pool:
         try:
-            with _sigint_blocked():
+            with starting_processes():
                 runs: dict[Future[dict[str, Any]], Trial] = {pool.submit(_work, i, t): t for i, t in enumerate(plan)}
             while runs:
                 done, _ = wait(runs, POLL_S, FIRST_COMPLETED)
@@ -101,16 +100,6 @@ def run_simulated(
                 if child.pid is not None:
                     os.kill(child.pid, signal.SIGTERM)
             raise
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes that start within it never get SIGINT, not even before `_begin_worker`; this one gets it afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:

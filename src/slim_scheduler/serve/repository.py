@@ -7,6 +7,7 @@ what the folder holds and never become a path of their own.
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class Repository:
     """
 
     def __init__(self, config: Config, build: Build, layout: Layout = "NCHW", max_items: int = 4096) -> None:
-        model = Path(config.model.path).absolute()
+        model = Path(os.path.abspath(config.model.path))
         self.folder = model.parent
         self.policies = _policy_folder(config)
         self.served: dict[str, Served] = {}

@@ -36,6 +36,7 @@ from slim_scheduler.serve.repository import Build, Repository
 from slim_scheduler.serve.service import Service
 from slim_scheduler.serve.tracing import tracer_from_environment
 from slim_scheduler.setup.config import Config, load_config
+from slim_scheduler.setup.model_names import model_name
 
 if TYPE_CHECKING:
     from slim_scheduler.engine.engine import SlimEngine
@@ -188,7 +189,7 @@ def serve(
         ) as bound:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, signalled, number)
-            announce(_addresses(access, bound, Path(loaded.model.path).name))
+            announce(_addresses(access, bound, model_name(loaded.model.path)))
             announce(f"live page: {_page(access, bound.http)}")
             await stop.wait()
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -17,8 +18,12 @@ class Interruption:
     """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second one stops at once."""
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.got: int | None = None  # the signal that asked
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.got is not None
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if so."""
@@ -34,8 +39,8 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, *_: object) -> None:
-        self.wanted = True
+    def _note(self, number: int, _: object) -> None:
+        self.got = number
         self.unwatch()
 
 
@@ -49,6 +54,22 @@ def deferred() -> Iterator[Interruption]:
         yield interruption
     finally:
         interruption.unwatch()
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Processes that start within it never get SIGINT, not even before they could ignore it: a terminal sends Ctrl-C to
+    all, and who started them tells them. A signal to this process waits until they have started.
+    """
+    resource_tracker.ensure_running()  # which the first process needs, and which ends by unblocking SIGINT
+    with deferred() as wish:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # of this thread, which they inherit
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if wish.got is not None:
+        signal.raise_signal(wish.got)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from slim_scheduler.core.errors import CheckpointError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+LONGEST_NAME = 64
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}}")
 
 
 def model_name(folder: str | Path) -> str:
@@ -14,7 +15,7 @@ def model_name(folder: str | Path) -> str:
     name = os.path.basename(os.path.abspath(folder))
     if not NAME.fullmatch(name):
         raise CheckpointError(
-            f"folder {folder}: {name!r} cannot be a model's name; choose one of at most 64 letters, digits, '_', '.' "
-            "and '-' that begins with a letter or a digit"
+            f"folder {folder}: {name!r} cannot be a model's name; choose one of at most {LONGEST_NAME} letters, "
+            "digits, '_', '.' and '-' that begins with a letter or a digit"
         )
     return name

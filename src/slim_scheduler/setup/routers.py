@@ -40,7 +40,7 @@ from slim_scheduler.core.router.slackfit import SlackFit
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds
 from slim_scheduler.setup.plugins import find_class, is_class_name
-from slim_scheduler.setup.policy_files import load_router
+from slim_scheduler.setup.policy_files import MANIFEST, WEIGHTS, load_router
 
 ENTRY_POINTS = "slim_scheduler.routers"  # the group through which a package offers a router
 LONGEST_NAME = 4096  # a path may stand in it
@@ -78,14 +78,30 @@ class RouterName(NamedTuple):
         """Whether it names files or code of the operator's."""
         return self.kind is None or ROUTERS[self.kind].needs_files
 
+    @property
+    def files(self) -> list[Path]:
+        """Those that its argument names, as far as they are there."""
+        folder = self.argument
+        if self.kind is None or not isinstance(folder, Path):
+            return []
+        named = [folder / name for name in ROUTERS[self.kind].files] if folder.is_dir() else [folder]
+        return [file for file in named if file.is_file()]
+
 
 class RouterKind(NamedTuple):
-    """A row of the table. `usage` is how errors and documents write it; `parse` raises InputError."""
+    """A row of the table. `usage` is how errors and documents write it; `parse` raises InputError.
+
+    `files` are what it reads of the folder in its argument.
+    """
 
     usage: tuple[str, ...]
     parse: Callable[[str], Any]
     build: Callable[[RouterName, RouterInputs], Router]
-    needs_files: bool = False
+    files: tuple[str, ...] = ()
+
+    @property
+    def needs_files(self) -> bool:
+        return bool(self.files)
 
 
 class WidthArgument(NamedTuple):
@@ -270,7 +286,7 @@ ROUTERS = {
         ("round-robin:W",), _widths, lambda name, inputs: RoundRobin(name.text, _rule(name, inputs))
     ),
     "jsq": RouterKind(("jsq:W",), _widths, lambda name, inputs: JoinShortestQueue(name.text, _rule(name, inputs))),
-    "jsq@": RouterKind(("jsq@RUN_DIR",), _path, _shares_of_run, needs_files=True),
+    "jsq@": RouterKind(("jsq@RUN_DIR",), _path, _shares_of_run, ("record.parquet",)),
     "p2c": RouterKind(("p2c:W",), _widths, lambda name, inputs: PowerOfTwo(name.text, _rule(name, inputs))),
     "cost-model": RouterKind(("cost-model:W",), _widths, _cost_model),
     "slackfit": RouterKind(
@@ -285,5 +301,5 @@ ROUTERS = {
     ),
     "lp": RouterKind(("lp", "lp:RHO"), _rho, _plan),
     "lp@": RouterKind(("lp@SECONDS",), _queue, _plan),
-    "ppo": RouterKind(("ppo:POLICY_DIR",), _path, _learned, needs_files=True),
+    "ppo": RouterKind(("ppo:POLICY_DIR",), _path, _learned, (MANIFEST, WEIGHTS)),
 }

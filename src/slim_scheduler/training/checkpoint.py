@@ -69,7 +69,7 @@ def read_checkpoint(
     if hashlib.sha256(content).hexdigest() != state.sha256:
         raise CheckpointError(f"{folder / state.tensors} is damaged; remove {folder} to train from the start")
     if state.settings != settings:
-        raise ConfigError(f"{folder} is of a run with other settings or another seed; use another --out, or remove it")
+        raise ConfigError(f"{folder} is of a run with other settings, files or seed; use another --out, or remove it")
     tensors = load(content)
     with torch.no_grad():
         for name, parameter in network.p.items():

@@ -26,7 +26,7 @@ from slim_scheduler.core.router.learned.planned import NOT_PLANNED
 from slim_scheduler.core.types import Decision
 from slim_scheduler.setup.config import Config, load_config
 from slim_scheduler.setup.machines import router_accuracy
-from slim_scheduler.training.episode import Credit, Episode
+from slim_scheduler.training.episode import Credit, Episode, with_arrivals
 from slim_scheduler.training.price import capacity_price
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
@@ -69,10 +69,7 @@ class ClusterEnv(gymnasium.Env[Floats, np.ndarray]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
         super().reset(seed=seed)
-        episode = self._draw()
-        while episode.view is None:  # a workload that happens to be without arrivals has nothing to decide
-            episode = self._draw()
-        self._episode = episode
+        episode = self._episode = with_arrivals(self._draw, self._config.workload)
         self._observe(episode)
         return self._flat(), {"masks": self._masks(), "decision": 0, "credits": [], "tasks": 0}
 

@@ -4,21 +4,24 @@ The simulator and the dispatcher are the real ones; whoever holds the episode pl
 what ran. A block that an episode's end leaves unfinished is charged for its age. It knows nothing of policies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.random import Generator
 
 from slim_scheduler.core.accuracy import AccuracyTable
+from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.messages import BlockFinished, Message, SendBlock, ServerReported, StartBatch
 from slim_scheduler.core.reward import block_reward, undone_reward
 from slim_scheduler.core.router.base import Escalation
 from slim_scheduler.core.types import Batch, Block, Decision, Joules, Seconds, ServerName, WidthTuple
 from slim_scheduler.core.view import View
-from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.config import Config, WorkloadConfig
 from slim_scheduler.setup.workload import generate
 from slim_scheduler.sim.host import Simulation
+
+MOST_DRAWS = 1000  # of episodes without arrivals, in a row
 
 
 class Charges(Protocol):
@@ -247,3 +250,15 @@ def _variance(utilization: list[float | None]) -> float:
         return 0.0
     mean = sum(known) / len(known)
     return sum([(u - mean) ** 2 for u in known]) / len(known)
+
+
+def with_arrivals(draw: Callable[[], Episode], workload: WorkloadConfig) -> Episode:
+    """The first drawn episode that has something to decide. Raises ConfigError where workloads hardly have arrivals."""
+    for _ in range(MOST_DRAWS):
+        episode = draw()
+        if episode.view is not None:
+            return episode
+    raise ConfigError(
+        f"{MOST_DRAWS} workloads in a row had no arrivals; raise workload.rate ({workload.rate:g}), "
+        f"workload.duration_s ({workload.duration_s:g}) or training.loads"
+    )

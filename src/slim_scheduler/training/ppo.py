@@ -28,6 +28,8 @@ from slim_scheduler.setup.config import Config, TrainingConfig
 from slim_scheduler.setup.interruption import deferred
 from slim_scheduler.setup.machines import load_profiles, load_shape, router_accuracy_path
 from slim_scheduler.setup.policy_files import write_policy
+from slim_scheduler.setup.routers import parse_router
+from slim_scheduler.setup.workload import read_trace
 from slim_scheduler.training.checkpoint import TrainingState, read_checkpoint, write_checkpoint
 from slim_scheduler.training.curves import Curves, UpdateReport, UpdateStats, describe
 from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
@@ -176,10 +178,16 @@ def _whole_episodes(count: int, per_update: int, config: Config) -> int:
 
 def _fingerprint(config: Config, seed: int) -> str:
     """Of all that the policy depends on: what is configured, and what the files hold that are named there."""
-    shape = load_shape(config)
-    files = [router_accuracy_path(config), config.workload.trace or None]
-    held = [None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
-    parts = [config, seed, shape, load_profiles(config, shape), held]
+    shape, training = load_shape(config), config.training
+    table = router_accuracy_path(config)
+    file = config.workload.trace if config.workload.kind == "trace" else None
+    trace = None if file is None else read_trace(Path(file)).tolist()
+    routers = [parse_router(name) for name in (training.warm_start, config.router.fallback) if name]
+    files = [file for router in routers for file in router.files]
+    if table is not None:
+        files.append(table)
+    held = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    parts = [config, seed, shape, load_profiles(config, shape), trace, held]
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()
 
 

@@ -28,7 +28,7 @@ from slim_scheduler.core.types import Decision, Seconds
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import build_router, router_accuracy
-from slim_scheduler.training.episode import Credit, Episode
+from slim_scheduler.training.episode import Credit, Episode, with_arrivals
 from slim_scheduler.training.price import capacity_price
 from slim_scheduler.training.scenario import PlansOf, Scenario, Scenarios
 
@@ -151,23 +151,23 @@ class Actor:
         return Rollout(steps, next_value, view.now, credits, memory)
 
     def _begin(self) -> None:
-        while True:  # a workload that happens to be without arrivals has nothing to decide
-            self._scenario = self._scenarios.draw(self._rng)
-            facts, training = self._scenario.facts, self._training
-            self._encoder = build_encoder(self._kind, facts, self._batch_time, self._plans_here)
-            self._episode = Episode(
-                self._scenario.config,
-                self._accuracy,
-                int(self._rng.integers(LARGEST_SEED)),
-                expected=training.resolved.accuracy == "expected",
-                backlog=self._scenario.backlog,
-                charges=capacity_price(self._config, self._plans_here),
-                escalation=escalation_of(self._encoder),
-            )
-            self._teacher = None
-            self._before = self._number
-            if self._episode.view is not None:
-                return
+        self._episode = with_arrivals(self._draw, self._config.workload)
+        self._teacher = None
+        self._before = self._number
+
+    def _draw(self) -> Episode:
+        self._scenario = self._scenarios.draw(self._rng)
+        facts, training = self._scenario.facts, self._training
+        self._encoder = build_encoder(self._kind, facts, self._batch_time, self._plans_here)
+        return Episode(
+            self._scenario.config,
+            self._accuracy,
+            int(self._rng.integers(LARGEST_SEED)),
+            expected=training.resolved.accuracy == "expected",
+            backlog=self._scenario.backlog,
+            charges=capacity_price(self._config, self._plans_here),
+            escalation=escalation_of(self._encoder),
+        )
 
     def _plans_here(self) -> Plans:
         return self._plans(self._scenario.facts)

@@ -5,12 +5,12 @@ the result does not depend on who was faster.
 """
 
 import multiprocessing
-import signal
 from multiprocessing.connection import Connection
 from types import TracebackType
 
 from slim_scheduler.core.errors import SlimError
 from slim_scheduler.setup.config import Config
+from slim_scheduler.setup.interruption import starting_processes
 from slim_scheduler.training.rollout import Actor, Rollout, RolloutOrder
 
 
@@ -21,13 +21,14 @@ class RolloutWorkers:
         start = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
         self._pipes: list[Connection] = []
         self._processes = []
-        for worker in range(config.training.workers):
-            mine, theirs = start.Pipe()
-            process = start.Process(target=_work, args=(theirs, config, seed, worker), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+        with starting_processes():  # the main process says when to stop
+            for worker in range(config.training.workers):
+                mine, theirs = start.Pipe()
+                process = start.Process(target=_work, args=(theirs, config, seed, worker), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(mine)
+                self._processes.append(process)
 
     def collect(self, order: RolloutOrder) -> list[Rollout]:
         for pipe in self._pipes:
@@ -38,8 +39,10 @@ class RolloutWorkers:
         try:
             answer = self._pipes[worker].recv()
         except (EOFError, ConnectionResetError):
-            code = self._processes[worker].exitcode
-            raise SlimError(f"training worker {worker} ended with {code}; run `slim train` again to resume") from None
+            process = self._processes[worker]
+            process.join()  # its end of the pipe closes a moment before it is gone
+            said = f"training worker {worker} ended with {process.exitcode}; run `slim train` again to resume"
+            raise SlimError(said) from None
         if isinstance(answer, BaseException):
             raise answer
         assert isinstance(answer, Rollout)
@@ -57,7 +60,6 @@ class RolloutWorkers:
 
 
 def _work(pipe: Connection, config: Config, seed: int, worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
     try:
         actor = Actor(config, seed, worker)
         while True:
