@@ -97,6 +97,14 @@ def test_a_width_that_is_just_within_the_upgrade_is_what_would_run():
     assert rewards[:, 0, 0] == pytest.approx(rewards[:, 0, 1])
 
 
+def test_of_a_full_server_a_block_is_taken_to_have_all_that_wait():
+    """A router with `chooses_full` falls back on this one."""
+    router = RewardGreedy(FACTS, Table(), RewardConfig())
+    full, free = (view(seen("a", credit=credit), waiting=8) for credit in (0, 64))
+    a, b = (router.rewards(now, [now.servers["a"]])[0] for now in (full, free))
+    assert (np.argmax(a[:, 0, 0]), len(np.unique(a[:, 0, 0]))) == (np.argmax(b[:, 0, 0]), len(np.unique(b[:, 0, 0])))
+
+
 def test_servers_without_credit_are_not_chosen():
     now = view(seen("a", credit=0), seen("b", credit=0), seen("c", {(0, 1.0): 30}))
     assert RewardGreedy(FACTS, Table(), RewardConfig()).decide(now, RNG).server == "c"

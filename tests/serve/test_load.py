@@ -18,6 +18,7 @@ from slim_scheduler.client.client import Constraints
 from slim_scheduler.client.grpc_sender import GrpcSender
 from slim_scheduler.client.load import Tally, closed_loop, open_loop, result_of
 from slim_scheduler.client.senders import LOST, UNANSWERED, HttpSender, Status
+from slim_scheduler.client.wire import split_address
 from slim_scheduler.core.errors import InputError
 from tests.serve.conftest import ROOT
 from tests.serve.wire import answers, metrics, scripted, stays_silent
@@ -82,6 +83,19 @@ def test_what_is_asked_arrives_as_it_was_meant(server, scheme):
 def test_what_cannot_be_sent_is_refused_in_one_line(asked, said):
     with pytest.raises(InputError, match=said):
         load.load(**{"url": "http://127.0.0.1:1", "rate": 5.0, "duration": 0.2, **asked})
+
+
+@pytest.mark.parametrize(
+    ("url", "authority"),
+    [
+        ("localhost", "localhost:80"),
+        ("https://a.b", "a.b:443"),
+        ("[::1]:8000", "[::1]:8000"),
+        ("http://例え.jp", "xn--r8jz45g.jp:80"),
+    ],
+)
+def test_an_address_is_read_as_it_is_meant(url, authority):
+    assert split_address(url, ("http", "https")).authority == authority
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])

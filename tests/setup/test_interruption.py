@@ -66,6 +66,16 @@ def test_who_defers_ctrl_c_is_told_of_one_that_came_while_processes_started():
         assert interruption.wanted
 
 
+def test_a_second_one_while_processes_start_stops_whoever_defers():
+    def start():
+        with sigterm_as_ctrl_c(), deferred(), starting_processes():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_sigterm_stops_also_where_sigint_is_ignored(ignored):
     if ignored:

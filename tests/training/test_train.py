@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 def config_file(folder: Path, workload=None, **training) -> Path:
     """A configuration on disk, as another process needs it."""
-    config = training_cluster(folder, training={**TINY, **training}, workload=workload or {})
+    config = training_cluster(folder, training={**TINY, **training}, **({"workload": workload} if workload else {}))
     tree = msgspec.to_builtins(config)
     file = folder / "cluster.toml"
     file.write_text(tomli_w.dumps(without_none(tree)))
@@ -141,7 +141,10 @@ def test_a_ctrl_c_at_the_terminal_does_not_reach_workers_that_start(tmp_path):
     ("workload", "said"),
     [
         ({"kind": "trace", "trace": "missing.csv", "trace_at_rate": True}, "does not exist"),
-        ({"rate": 1e-9, "duration_s": 1.0}, r"1000 workloads in a row had no arrivals; raise workload.rate \(1e-09\)"),
+        (
+            {"rate": 1e-9, "duration_s": 1.0},
+            r"100 workloads .* no arrivals, .* workload.rate \(1e-09\)",
+        ),
     ],
 )
 def test_a_workload_that_has_nothing_to_train_on_is_refused_with_what_to_do(tmp_path, workload, said):

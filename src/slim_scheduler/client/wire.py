@@ -133,7 +133,7 @@ def split_address(url: str, schemes: Sequence[str]) -> Address:
     try:
         parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
         host, port = parts.hostname or "", parts.port or PORTS.get(parts.scheme, 0)
-        host.encode("idna")
+        host = host.encode("idna").decode("ascii")
         good = parts.scheme in schemes and bool(host) and port > 0 and parts.port != 0
     except ValueError:  # a port that is no number or above 65535, a host that no name service would take
         good = False

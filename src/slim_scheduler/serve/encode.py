@@ -127,9 +127,8 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if twice:
         cost["other_widths"] = _either([spelled(item.other_widths) for item in items])
         cost["other_compute_ms"] = round(max([item.other_compute_s for item in twice]) * 1e3, 3)
-        other = _sum([item.other_energy_j for item in twice])
-        if other is not None:
-            cost["other_energy_j"] = other
+        if energy is not None:  # so is each pass's
+            cost["other_energy_j"] = sum([item.other_energy_j or 0.0 for item in twice])
     if answer.unmet:
         cost["unmet"] = answer.unmet
     if answer.timeline:

@@ -36,7 +36,8 @@ class Interruption:
 
     def unwatch(self) -> None:
         """Signals do again what they did before."""
-        for number, handler in self._before.items():
+        before, self._before = self._before, {}
+        for number, handler in before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:

@@ -21,7 +21,7 @@ from slim_scheduler.setup.config import Config, WorkloadConfig
 from slim_scheduler.setup.workload import generate
 from slim_scheduler.sim.host import Simulation
 
-MOST_DRAWS = 1000  # of episodes without arrivals, in a row
+MOST_DRAWS = 100  # of episodes with nothing to decide, in a row
 
 
 class Charges(Protocol):
@@ -253,12 +253,13 @@ def _variance(utilization: list[float | None]) -> float:
 
 
 def with_arrivals(draw: Callable[[], Episode], workload: WorkloadConfig) -> Episode:
-    """The first drawn episode that has something to decide. Raises ConfigError where workloads hardly have arrivals."""
+    """The first drawn episode that has something to decide. Raises ConfigError where hardly any has."""
     for _ in range(MOST_DRAWS):
         episode = draw()
         if episode.view is not None:
             return episode
     raise ConfigError(
-        f"{MOST_DRAWS} workloads in a row had no arrivals; raise workload.rate ({workload.rate:g}), "
-        f"workload.duration_s ({workload.duration_s:g}) or training.loads"
+        f"{MOST_DRAWS} workloads in a row had nothing to decide: no arrivals, or no server in service; raise "
+        f"workload.rate ({workload.rate:g}), workload.duration_s ({workload.duration_s:g}) or training.loads, or have "
+        "fewer faults"
     )

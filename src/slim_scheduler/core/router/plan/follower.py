@@ -181,7 +181,7 @@ class PlanLedger:
         """The load as a step, rounded up. Before anything was measured: the highest."""
         most, expected, now = self._plans.steps, self._load.expected, self._load.now
         if expected is None or now is None:
-            return most
+            return self._plans.step(fleet, most, self._asked)
         carried = self._carried * self._plans.most(fleet)
         excess = 0.0 if self._plans.overloaded else self._excess(view)
         if self._plans.waiting is None:

@@ -97,8 +97,8 @@ class Plans:
         return self._fleet(fleet)[2] * self.overload
 
     def step(self, fleet: Fleet, steps: float, asked: dict[Fleet, set[int]]) -> int:
-        """The step at which so many steps are planned for: the next one up. At most one plan has to be made for it, so
-        of a new fleet it is at first the next one up that is not mixed.
+        """The step at which so many steps are planned for: the next one up. Where one run alone asks, at most one plan
+        has to be made for it, so of a new fleet it is at first the next one up that is not mixed.
 
         `asked`: the steps of other fleets that one run asked for, as far as their plans are kept; those of this step
         are added. A run is the same whatever others on the same plans asked for.
