@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slim_scheduler.core.types import ItemOutcome, Joules, WidthTuple
+from slim_scheduler.core.types import ItemOutcome, WidthTuple
 from slim_scheduler.engine.timeline import Visit
 from slim_scheduler.serve.decode import InferenceCall
 from slim_scheduler.serve.metadata import OUTPUT, VERSION, ModelCard
@@ -103,7 +103,8 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     else:
         widths = _either([spelled(item.widths) for item in items])
         servers = _either([",".join(item.servers) for item in items])
-        energy = _sum([item.energy_j for item in items])
+        energies = [item.energy_j for item in items if item.energy_j is not None]
+        energy = sum(energies) if len(energies) == len(items) else None
         queue, compute = max([item.queue_s for item in items]), max([item.compute_s for item in items])
         passes = max([item.passes for item in items])
     cost: dict[str, str | float] = {
@@ -134,11 +135,6 @@ def cost_of(answer: Answer) -> dict[str, str | float]:
     if answer.timeline:
         cost["timeline"] = _encode(timeline_of(answer.timeline)).decode()
     return cost
-
-
-def _sum(energies: Sequence[Joules | None]) -> Joules | None:
-    known = [energy for energy in energies if energy is not None]
-    return sum(known) if len(known) == len(energies) else None
 
 
 def timeline_of(visits: Sequence[Visit]) -> list[dict[str, int | float | str]]:
