@@ -113,7 +113,6 @@ class _Worker:
 def _begin_worker(config: Config, shares: Any) -> None:
     _Worker.config, _Worker.shares, _Worker.interruption = config, shares, Interruption()
     _Worker.interruption.watch()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all: the first process passes it on, once
 
 
 def _work(place: int, trial: Trial) -> dict[str, Any]:
