@@ -283,14 +283,16 @@ def test_no_look_waits_for_two_plans(monkeypatch):
     assert planned[59] == pytest.approx(0.87, abs=0.025), "not 0.9"
 
 
-def test_a_fleet_whose_plans_were_forgotten_is_planned_for_as_a_new_one(monkeypatch):
+@pytest.mark.parametrize("waiting", [0, 40])
+def test_a_fleet_whose_plans_were_forgotten_is_planned_for_as_a_new_one(monkeypatch, waiting):
     plans = Plans(FACTS, Table(), rho=1.0, steps=100)
     ledger, made = PlanLedger(plans), []
     monkeypatch.setattr(PlanProgram, "most_even", counted(PlanProgram.most_even, made))
-    paces = [2.0, 2.0, *2.0 ** np.arange(2, MOST_FLEETS + 6), 2.0, 2.0]
+    most = plans.most(SLOW_A)
+    paces = [2.0, 2.0, *2.0 ** np.arange(2, MOST_FLEETS + 1), 2.0, 2.0, 2.0, 2.0 ** (MOST_FLEETS + 2)]
     for second, pace in enumerate(paces, 1):
-        before, received = len(made), round(0.34 * plans.most(SLOW_A) * second)
-        state = view(slow("a", pace), seen("b"), waiting=0, now=float(second))
+        before, received = len(made), round(0.34 * most * second)
+        state = view(slow("a", pace), seen("b"), waiting=waiting, now=float(second))
         ledger.shares(msgspec.structs.replace(state, received=received, squares=received))
         assert len(made) <= before + 1
     assert len(ledger._asked) <= MOST_FLEETS

@@ -14,10 +14,13 @@ from slim_scheduler.core.messages import (
     RequestArrived,
     StartBatch,
     TimerFired,
+    UnloadInstance,
     WakeAt,
 )
+from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.types import Request
+from tests.core import facts
 from tests.core.networks import SHAPE, WEIGHT, arrive, block, dispatcher, done, only, request, sent, task
 
 WINDOW = 0.010
@@ -28,10 +31,10 @@ def batch_time(segment, previous_width, width, size):
     return FIXED + EACH * size
 
 
-def server(profile=True, **knobs):
+def server(profile=True, pace=None, **knobs):
     """One server with an instance of each segment at width 0.5, and a window."""
     asked = {"max_batch": 8, "vram_budget": 100 * WEIGHT, "batch_window": WINDOW, "tile": 4, **knobs}
-    made = ServerScheduler("a", ServerKnobs(**asked), SHAPE, batch_time=batch_time if profile else None)
+    made = ServerScheduler("a", ServerKnobs(**asked), SHAPE, batch_time=batch_time if profile else None, pace=pace)
     for segment in range(SHAPE.segments):
         first = task(9000 + segment, segment, 0.5 if segment else None)
         load = only(made.handle(BlockArrived(block(first.task_id, (first,), 0.5)), -9.0), LoadInstance)[0]
@@ -89,6 +92,7 @@ def test_with_all_credit_here_nothing_more_can_come():
     arrives(scheduler, 1.0, 1)
     arrives(scheduler, 1.001, 2, segment=1)
     assert ran(arrives(scheduler, 1.002, 3, segment=2)) == [1], "the oldest goes"
+    assert ran(arrives(server(credit=3, tile=8), 1.0, 1, 2, 3, 4)) == [1, 2, 3, 4], "also with more than it may hold"
 
 
 def test_with_all_credit_here_the_most_urgent_key_waits_for_its_instance_and_no_riper_one_overtakes_it():
@@ -117,6 +121,29 @@ def test_least_slack_starts_a_key_in_time_for_all_segments_that_are_left():
     assert ran(commands) == []
     assert wakes(commands) == [pytest.approx(1.5 - need)]
     assert ran(fires(scheduler, 1.5 - need)) == [1]
+
+
+def test_what_is_under_way_to_other_segments_and_back_is_no_slack():
+    scheduler = server(batch_window=1.0, link_latency=0.010)
+    need = 1.25 * 3 * (FIXED + 8 * EACH) + 5 * 0.010
+    assert wakes(arrives(scheduler, 1.0, 1, deadline=1.5)) == [pytest.approx(1.5 - need)]
+
+
+def test_a_server_that_has_become_slow_starts_tasks_with_a_deadline_the_sooner():
+    pace = Pace(batch_time, facts.server("a").profile)
+    scheduler = server(batch_window=10.0, tile=8, pace=pace)
+    now = 1.0
+    for first in range(100, 140, 8):
+        (start,) = only(arrives(scheduler, now, *range(first, first + 8)), StartBatch)
+        now += 4 * (FIXED + 8 * EACH)
+        if first == 100:
+            arrives(scheduler, now, 1, segment=1, deadline=2.0)
+        scheduler.handle(BatchDone(start.batch.batch_id), now)
+        scheduler.check_invariants(now)
+    latest = 2.0 - pace.value * 1.25 * 2 * (FIXED + 8 * EACH)
+    assert pace.value > 1
+    assert ran(fires(scheduler, latest - 0.001)) == []
+    assert ran(fires(scheduler, latest)) == [1]
 
 
 def test_a_lower_priority_does_not_make_a_task_late_on_an_idle_server():
@@ -158,6 +185,29 @@ def test_tasks_without_deadline_are_not_starved_by_those_with():
     arrives(scheduler, 1.0, 2, segment=1, more=0)
     arrives(scheduler, 2.5, 3, segment=2, more=0, deadline=3.0)
     assert ran(scheduler.handle(BatchDone(4), 2.5)) == [2], "it has waited longer than the other may"
+
+
+def test_a_tile_is_never_larger_than_a_batch_may_be():
+    assert ran(arrives(server(profile=False, tile=64), 1.0, *range(1, 9))) == list(range(1, 9))
+
+
+def test_after_memory_ran_out_nobody_waits_for_more_than_fits():
+    scheduler = server(batch_window=1.0, tile=8)
+    (start,) = only(arrives(scheduler, 1.0, *range(1, 9)), StartBatch)
+    commands = scheduler.handle(BatchFailed(start.batch.batch_id, "no memory", out_of_memory=True), 1.01)
+    for now in (1.02, 1.03):
+        (start,) = only(commands, StartBatch)
+        commands = scheduler.handle(BatchDone(start.batch.batch_id), now)
+    assert ran(arrives(scheduler, 2.0, 20, 21, 22)) == []
+    assert ran(arrives(scheduler, 2.1, 23)) == [20, 21, 22, 23]
+
+
+def test_what_a_waiting_key_needs_is_not_unloaded_meanwhile():
+    scheduler = server(batch_window=1.0, tile=8, idle_unload=10.5)  # last used at -9.0
+    arrives(scheduler, 1.0, 1)
+    gone = {command.instance for command in only(fires(scheduler, 1.5), UnloadInstance)}
+    assert len(gone) == SHAPE.segments - 1
+    assert ran(fires(scheduler, 2.0)) == [1]
 
 
 def test_a_cancelled_task_makes_nobody_wait_longer_or_shorter():

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from slim_scheduler.core.errors import ProfileError
-from slim_scheduler.setup.machines import carried_by_width, find_profile, in_items_per_second, load_profiles
+from slim_scheduler.setup.machines import (
+    build_dispatcher,
+    carried_by_width,
+    find_profile,
+    in_items_per_second,
+    load_profiles,
+)
 from tests.sim.clusters import small_cluster
 from tests.sim.devices import SEGMENTS, small_shape
 
@@ -58,6 +64,13 @@ def test_a_live_server_takes_no_profile_of_another_precision(
     config = small_cluster(tmp_path / "models/small", [{"profile": None, **server}])
     path = find_profile(config.servers[0], small_shape(), Path(config.model.path))
     assert (path and path.stem) == found
+
+
+@pytest.mark.parametrize(("address", "asks"), [("", False), ("auto", True)])
+def test_a_cluster_that_servers_may_join_is_ready_for_windows(tmp_path: Path, address: str, asks: bool) -> None:
+    """A server that is added later may have one though no first one has."""
+    config = small_cluster(tmp_path, cluster={"address": address})
+    assert build_dispatcher(config, small_shape(), "random", None, 0)._limits.batch_windows is asks
 
 
 def test_a_profile_that_is_missing_is_named_with_the_command_that_measures_it_in_its_precision(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Watcher:
                     self._check_reply(command, now)
         else:
             server = self.simulation.servers[machine]
-            server.scheduler.check_invariants()
+            server.scheduler.check_invariants(now)
             if self._lives[machine] != server.incarnation:
                 self._lives[machine] = server.incarnation
                 self._devices[machine].restart()
@@ -223,6 +223,8 @@ def _server(rng: Generator) -> dict[str, Any]:
         "idle_unload_s": float(rng.choice([0.2, 30.0])),
         "scale_queue_threshold": int(rng.choice([2, 16])),
         "utilization_block": float(rng.choice([0.3, 0.95, 2.0])),
+        "batch_window_ms": (0.0, 30.0, "auto")[int(rng.integers(3))],
+        "tile": (1, 4, "auto")[int(rng.integers(3))],
     }
 
 

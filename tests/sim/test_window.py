@@ -52,9 +52,13 @@ def test_under_load_batches_are_fewer_and_everything_is_answered(tmp_path: Path,
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_window_costs_no_deadline(tmp_path: Path, window: float | str) -> None:
-    """Half a second of it would let every deadline of 200 ms pass, if slack did not end the wait."""
-    load = {"workload": {"rate": 60.0, "duration_s": 3.0, "deadline_ms": 200.0}}
+@pytest.mark.parametrize(("link_ms", "deadline_ms"), [(0.0, 200.0), (10.0, 100.0)])
+def test_a_window_costs_no_deadline(tmp_path: Path, window: float | str, link_ms: float, deadline_ms: float) -> None:
+    """Half a second of it would let every deadline pass, if slack did not end the wait."""
+    load = {
+        "workload": {"rate": 60.0, "duration_s": 3.0, "deadline_ms": deadline_ms},
+        "network": {"latency_ms": link_ms},
+    }
     journal = Journal()
     result = simulate(
         cluster(tmp_path, 500.0 if window == 50.0 else window, **load), "cost-model:0.5", 3, recorder=journal

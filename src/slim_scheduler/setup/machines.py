@@ -25,7 +25,7 @@ from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Seconds, ServerName, Width
 from slim_scheduler.setup import routers
-from slim_scheduler.setup.accuracy_files import PRECISIONS, TABLE_FILES, accuracy_path, read_accuracy
+from slim_scheduler.setup.accuracy_files import PRECISIONS, accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, DispatchConfig, ServerConfig
 from slim_scheduler.setup.profiles import profile_name, read_profile
 from slim_scheduler.setup.routers import RouterInputs, parse_router
@@ -146,13 +146,12 @@ def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[Se
 
 def router_inputs(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> RouterInputs:
     """What routers are built from in a run."""
-    folder = Path(config.model.path)
     return RouterInputs(
         shape=shape,
         facts=None if profiles is None else router_facts(config, shape, profiles),
         groups=config.router.groups,
         accuracy=partial(router_accuracy, config),
-        measured=any((folder / file).is_file() for file in TABLE_FILES.values()),
+        measured=router_accuracy_path(config) is not None,
         reward=config.reward,
         deadline=(config.workload.deadline_ms or config.workload.slo_ms) / 1e3,
         sample=config.router.sample,
@@ -193,7 +192,7 @@ def build_dispatcher(
         heartbeat_timeout=dispatch.heartbeat_timeout_s,
         loss_grace=LOSS_GRACE * dispatch.heartbeat_timeout_s + 2 * config.telemetry.age_s,
         no_server_timeout=dispatch.no_server_timeout_s,
-        batch_windows=any(server.batch_window_ms != 0 for server in config.servers),
+        batch_windows=bool(config.cluster.address) or any(server.batch_window_ms != 0 for server in config.servers),
     )
     inputs = router_inputs(config, shape, profiles)
     if router is None:
@@ -232,6 +231,7 @@ def build_server(
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
         tile=None if server.tile == "auto" else server.tile,
         credit=server.credit,
+        link_latency=config.network.latency_ms / 1e3,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )
     if profile is not None:

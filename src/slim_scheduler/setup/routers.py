@@ -34,6 +34,7 @@ from slim_scheduler.core.router.learned.router import LearnedRouter
 from slim_scheduler.core.router.plan.choices import pair_of, pairs
 from slim_scheduler.core.router.plan.follower import PlanFollower
 from slim_scheduler.core.router.plan.plans import check_rho, lp_plans
+from slim_scheduler.core.router.plan.program import MOST_TUPLES
 from slim_scheduler.core.router.plan.waiting import waiting
 from slim_scheduler.core.router.reward_greedy import RewardGreedy
 from slim_scheduler.core.router.slackfit import SlackFit
@@ -221,8 +222,10 @@ def _path(text: str) -> Path:
 
 
 def _auto(name: RouterName, inputs: RouterInputs) -> Router:
-    """The plan, where profiles and accuracies were measured, else the fallback."""
-    return build_router("lp" if inputs.measured and inputs.facts is not None else inputs.fallback, inputs)
+    """The plan, where profiles and accuracies were measured and the network has not too many width tuples for one, else
+    the fallback."""
+    few = len(inputs.shape.widths) ** inputs.shape.segments <= MOST_TUPLES
+    return build_router("lp" if few and inputs.measured and inputs.facts is not None else inputs.fallback, inputs)
 
 
 def _cost_model(name: RouterName, inputs: RouterInputs) -> Router:

@@ -191,3 +191,8 @@ def server_costs(facts: RouterFacts) -> dict[ServerName, ServerCost]:
 def choices_of(names: Container[ServerName], view: View) -> list[ServerView]:
     """Servers that may be chosen and whose profile is known; one that joined after the run began has none."""
     return [server for name, server in view.choices.items() if name in names]
+
+
+def least_outstanding(view: View) -> ServerName:
+    """Who has the fewest tasks of those that may be chosen: where no profile says more of any."""
+    return min((server.outstanding, name) for name, server in view.choices.items())[1]

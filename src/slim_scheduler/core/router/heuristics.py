@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.costs import choices_of, server_costs
+from slim_scheduler.core.router.costs import choices_of, least_outstanding, server_costs
 from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Decision, Width, WidthTuple
 from slim_scheduler.core.view import Head, ServerView, View
@@ -143,7 +143,7 @@ class CostModel:
         width = self._width(head, rng)
         known = choices_of(self._costs, view)
         if not known:
-            return Decision(_shortest(list(view.choices.values()), rng).name, width, head.waiting)
+            return Decision(least_outstanding(view), width, head.waiting)
         _, name = min((self._costs[server.name].completion(server, head, width), server.name) for server in known)
         return Decision(name, width, min(head.waiting, self._costs[name].server.max_batch))
 

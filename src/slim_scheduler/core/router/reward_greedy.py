@@ -12,7 +12,7 @@ from numpy.random import Generator
 from slim_scheduler.core.accuracy import AccuracyPrior, Expectation
 from slim_scheduler.core.reward import RewardWeights, block_reward
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.costs import choices_of, server_costs
+from slim_scheduler.core.router.costs import choices_of, least_outstanding, server_costs
 from slim_scheduler.core.types import Decision, Seconds, Width
 from slim_scheduler.core.view import Head, ServerView, View
 
@@ -48,6 +48,8 @@ class RewardGreedy:
 
     def decide(self, view: View, rng: Generator) -> Decision:
         choices = choices_of(self._costs, view)
+        if not choices:
+            return Decision(least_outstanding(view), view.head.widths[0], view.head.waiting)
         rewards, widths = self.rewards(view, choices)  # (groups, servers, widths)
         group, server, width = np.unravel_index(int(np.argmax(rewards)), rewards.shape)
         return Decision(choices[server].name, widths[width], self._groups[group])

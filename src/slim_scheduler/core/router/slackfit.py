@@ -14,10 +14,10 @@ from numpy.random import Generator
 
 from slim_scheduler.core.accuracy import AccuracyPrior, Expectation
 from slim_scheduler.core.router.base import RouterFacts
-from slim_scheduler.core.router.costs import choices_of, remaining_time, server_costs
+from slim_scheduler.core.router.costs import choices_of, least_outstanding, remaining_time, server_costs
 from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width
-from slim_scheduler.core.view import Head, ServerView, View
+from slim_scheduler.core.view import Head, View
 
 # Ascending times, and the first width of the most accurate choice that takes no longer.
 Front = tuple[tuple[Seconds, ...], tuple[Width, ...]]
@@ -39,7 +39,11 @@ class SlackFit:
 
     def decide(self, view: View, rng: Generator) -> Decision:
         head = view.head
-        server, backlog = self._least_backlog(view)
+        choices = choices_of(self._costs, view)
+        if not choices:
+            return Decision(least_outstanding(view), head.widths[0], head.waiting)
+        backlog, name = min([(self._costs[server.name].backlog(server), server.name) for server in choices])
+        server = view.servers[name]
         left = (self._slo - head.item_age if head.slack is None else head.slack) - backlog
         left -= head.age * (self._segments - 1 - head.segment)
         left /= server.pace  # the table is by the profile
@@ -50,11 +54,6 @@ class SlackFit:
                 if width is not None:
                     return Decision(server.name, width, group)
         return Decision(server.name, head.widths[0], most)  # too late for anything: what is soonest done
-
-    def _least_backlog(self, view: View) -> tuple[ServerView, Seconds]:
-        found = [(self._costs[s.name].backlog(s), s.name) for s in choices_of(self._costs, view)]
-        backlog, name = min(found)
-        return view.servers[name], backlog
 
     def _widest(self, server: ServerName, head: Head, group: int, left: Seconds) -> Width | None:
         times, widths = self._table[server, head.segment, head.previous_width, group]

@@ -51,8 +51,9 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     """Algorithm 1's knobs, in the core's units. `max_upgrade` None: any wider instance will do.
 
     `batch_window` 0: the server never rests while anything waits, the paper's rule. None, for it and `tile`: automatic.
-    `credit`: tasks that the dispatcher lets the server have at once. `awaits_return`: after a long batch its items may
-    be back at once for their next segment, and come before younger ones.
+    `credit`: tasks that the dispatcher lets the server have at once. `link_latency`: of one message to it or back.
+    `awaits_return`: after a long batch its items may be back at once for their next segment, and come before younger
+    ones.
     """
 
     max_batch: int = 32
@@ -67,6 +68,7 @@ class ServerKnobs(msgspec.Struct, frozen=True):
     batch_window: Seconds | None = 0.0
     tile: int | None = None
     credit: int | None = None
+    link_latency: Seconds = 0.0
     awaits_return: bool = False
     best_utilization: float = 1.0
 
@@ -135,6 +137,7 @@ class ServerScheduler:
                 self._batch_failed(event, now, commands)
             case InstanceFailed():
                 self._load_failed(event, now, commands)
+        self._keep_pace()
         if self._returning is None and not self._rests(now):
             self._start_batches(now, commands)
         self._arm(commands)
@@ -192,7 +195,7 @@ class ServerScheduler:
 
     def _nothing_comes(self) -> bool:
         """Whether every task that this server may hold waits here: then every key is as good as ripe."""
-        return not self._running and len(self._queue) == self._knobs.credit
+        return not self._running and self._knobs.credit is not None and len(self._queue) >= self._knobs.credit
 
     def _start(
         self,
@@ -301,6 +304,14 @@ class ServerScheduler:
         if self._window is not None:
             self._window.changed(key, self._waiting(key))
 
+    def _keep_pace(self) -> None:
+        """Tasks with a deadline start the sooner the slower this server has become."""
+        window, pace = self._window, self._pace
+        if window is not None and pace is not None and window.pace != pace.value:
+            window.pace = pace.value
+            for key in self._queue.counts():
+                self._queue_changed(key)
+
     def _waiting(self, key: Key) -> list[tuple[Seconds, Task]]:
         """A key's tasks with the times at which they came."""
         return [(self._arrived[block_id], task) for _, _, task, block_id in self._queue.of(key)]
@@ -358,6 +369,10 @@ class ServerScheduler:
             commands.append(UnloadInstance(victim.instance_id))
 
     def _unload_idle(self, now: Seconds, commands: list[ServerCommand]) -> None:
+        for segment, width, previous_width, exact in self._queue.counts():
+            needed = self._pool.best_fit(segment, width, self._widest(width, exact), previous_width)
+            if needed is not None:
+                needed.last_used = now  # what waits, maybe for its window, will run there
         for instance in list(self._pool):
             if instance.state is InstanceState.FREE and instance.last_used + self._knobs.idle_unload <= now:
                 self._pool.unload(instance)
@@ -403,7 +418,9 @@ class ServerScheduler:
             instance.move(InstanceState.FREE)
             instance.last_used = now
             known = self._batch_limits.get((batch.segment, batch.width), len(entries))
-            self._batch_limits[batch.segment, batch.width] = min(known, len(entries) // 2)
+            limit = self._batch_limits[batch.segment, batch.width] = min(known, len(entries) // 2)
+            if self._window is not None:
+                self._window.at_most(batch.segment, batch.width, limit)
             self._queue.put_back(key, entries)
             self._queued_per_segment[batch.segment] += len(entries)
             self._queue_changed(key)
@@ -549,4 +566,5 @@ class ServerScheduler:
 def _batch_window(knobs: ServerKnobs, shape: ModelShape, batch_time: BatchTime | None) -> BatchWindow | None:
     if knobs.batch_window == 0 or (knobs.batch_window is None and batch_time is None):
         return None
-    return BatchWindow(knobs.batch_window, knobs.tile, knobs.max_batch, knobs.priority_aging, shape, batch_time)
+    tile, most, aging = knobs.tile, knobs.max_batch, knobs.priority_aging
+    return BatchWindow(knobs.batch_window, tile, most, aging, shape, batch_time, knobs.link_latency)

@@ -43,12 +43,13 @@ class _HeldKey:
 class _KeyFacts:
     """What a key's profile says, and how many of its tasks came lately."""
 
-    __slots__ = ("came", "came_at", "need", "tile", "window")
+    __slots__ = ("batches", "came", "came_at", "messages", "tile", "window")
 
-    def __init__(self, tile: int, window: Seconds, need: Seconds) -> None:
+    def __init__(self, tile: int, window: Seconds, batches: Seconds, messages: Seconds) -> None:
         self.tile = tile
         self.window = window
-        self.need = need  # of a task, to the end of the network
+        self.batches = batches  # of a task, to the end of the network, by the profile
+        self.messages = messages  # that it is under way until then
         self.came = 0.0
         self.came_at: Seconds = 0.0
 
@@ -59,7 +60,9 @@ class BatchWindow:
     `window` None: the time of a pass through the network in full tiles, 50 ms at most, while one more task is to be
     expected in it.
     `tile` None: the profile's knee. `batch_time` None, without a profile: a tile is a full batch, and tasks with a
-    deadline are not held.
+    deadline are not held. `link_latency` is of one message to or from the dispatcher.
+
+    `pace`: how many times slower batches run than their profile says; after setting it call `changed` for every key.
     """
 
     def __init__(
@@ -70,13 +73,17 @@ class BatchWindow:
         priority_aging: Seconds,
         shape: ModelShape,
         batch_time: BatchTime | None,
+        link_latency: Seconds = 0.0,
     ) -> None:
+        self.pace = 1.0
         self._window = window
         self._tile = tile
         self._max_batch = max_batch
         self._priority_aging = priority_aging
         self._shape = shape
         self._batch_time = batch_time
+        self._link_latency = link_latency
+        self._limits: dict[tuple[int, Width], int] = {}
         self._held: dict[Key, _HeldKey] = {}
         self._facts: dict[Key, _KeyFacts] = {}
 
@@ -103,6 +110,13 @@ class BatchWindow:
             held = self._held[key] = _HeldKey(0 if before is None else before.more)
             held.since = min([since for since, _ in waiting])
             held.latest, held.turn = self._starts(self._facts_of(key), [task for _, task in waiting])
+
+    def at_most(self, segment: int, width: Width, size: int) -> None:
+        """The device's memory allows no larger batches of this kind, so no key waits for more."""
+        self._limits[segment, width] = size
+        for key, facts in self._facts.items():
+            if key[:2] == (segment, width):
+                facts.tile = min(facts.tile, size)
 
     # ---- what it asks
 
@@ -139,7 +153,8 @@ class BatchWindow:
 
     def _starts(self, facts: _KeyFacts, tasks: Iterable[Task]) -> tuple[Seconds, Seconds]:
         """When the most urgent of some tasks has to start, without and with priorities."""
-        starts = [(t.deadline - facts.need, t.priority) for t in tasks if t.deadline is not None]
+        need = self.pace * facts.batches + facts.messages
+        starts = [(t.deadline - need, t.priority) for t in tasks if t.deadline is not None]
         if not starts:
             return float("inf"), float("inf")
         aging = self._priority_aging
@@ -153,21 +168,22 @@ class BatchWindow:
 
     def _read(self, key: Key) -> _KeyFacts:
         segment, width, previous, _ = key
+        tile = min(self._knee(segment, previous, width), self._limits.get((segment, width), self._max_batch))
         if self._batch_time is None:
-            return _KeyFacts(self._tile or self._max_batch, self._window or 0.0, float("inf"))
+            return _KeyFacts(tile, self._window or 0.0, float("inf"), 0.0)
         rest = [(segment, previous), *[(later, width) for later in range(segment + 1, self._shape.segments)]]
-        need = MARGIN * sum([self._batch_time(s, p, width, self._max_batch) for s, p in rest])
+        batches = MARGIN * sum([self._batch_time(s, p, width, self._max_batch) for s, p in rest])
+        messages = (2 * len(rest) - 1) * self._link_latency  # the results of this segment, and both ways of the others
         window = self._window
         if window is None:
             steps = [(s, width if s else None) for s in range(self._shape.segments)]
             a_pass = sum([self._batch_time(s, p, width, self._knee(s, p, width)) for s, p in steps])
             window = min(LONGEST_AUTOMATIC, a_pass)
-        return _KeyFacts(self._knee(segment, previous, width), window, need)
+        return _KeyFacts(tile, window, batches, messages)
 
     def _knee(self, segment: int, previous: Width | None, width: Width) -> int:
         """The tile: from there on the time per task hardly falls."""
-        if self._tile is not None:
-            return min(self._tile, self._max_batch)
-        assert self._batch_time is not None
+        if self._tile is not None or self._batch_time is None:
+            return min(self._tile or self._max_batch, self._max_batch)
         each = [self._batch_time(segment, previous, width, size) / size for size in range(1, self._max_batch + 1)]
         return next(size for size, seconds in enumerate(each, 1) if seconds <= KNEE * min(each))

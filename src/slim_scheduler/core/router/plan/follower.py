@@ -6,19 +6,19 @@ servers in service. A learned router may see the same ledger (`planned.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from numpy.random import Generator
 
 from slim_scheduler.core.errors import RouterError
-from slim_scheduler.core.router.costs import choices_of, items_per_second, server_costs
+from slim_scheduler.core.router.costs import choices_of, items_per_second, least_outstanding, server_costs
 from slim_scheduler.core.router.escalation import Choice, is_wider
 from slim_scheduler.core.router.heuristics import allowed
 from slim_scheduler.core.router.plan.load import LOOK_EVERY, PatientLoad, PromptLoad
 from slim_scheduler.core.router.plan.plans import Fleet, HeadKind, PlanKey, Plans, Shares, Target
 from slim_scheduler.core.router.plan.program import Prices
 from slim_scheduler.core.types import Decision, Seconds, ServerName, Width, WidthTuple
-from slim_scheduler.core.view import Head, View
+from slim_scheduler.core.view import Head, ServerView, View
 
 CATCH_UP: Seconds = 0.15  # in which what is too much should be worked off beside the new arrivals
 SLOWER = 2.0  # steps in which servers differ in pace, for plans: those of a new fleet are made when needed
@@ -182,8 +182,8 @@ class PlanLedger:
         most, expected, now = self._plans.steps, self._load.expected, self._load.now
         if expected is None or now is None:
             return self._plans.step(fleet, most, self._asked)
-        carried = self._carried * self._plans.most(fleet)
         excess = 0.0 if self._plans.overloaded else self._excess(view)
+        carried = self._carried * self._plans.most(fleet)  # a new fleet may displace the one of now
         if self._plans.waiting is None:
             steps = most * (expected + excess / CATCH_UP) / carried
         elif excess:
@@ -226,7 +226,13 @@ class PlanFollower:
     def decide(self, view: View, rng: Generator) -> Decision:
         head, shares = view.head, self._ledger.shares(view)
         target = self._ledger.next(view, self._ledger.behind(view, shares))
-        server, width = target or self._soonest(self._ledger.other_width(view, shares), head, view)
+        if target is None:
+            width = allowed(self._ledger.other_width(view, shares), head.widths)
+            known = choices_of(self._costs, view)
+            if not known:  # only servers that joined without a profile have credit
+                return Decision(least_outstanding(view), width, head.waiting)
+            target = self._soonest(width, head, known)
+        server, width = target
         count = view.servers[server].takes(min(head.waiting, self._facts.servers[server].max_batch))
         self._ledger.sent(head, (server, width), count)
         return Decision(server, allowed(width, head.widths), count)
@@ -237,8 +243,6 @@ class PlanFollower:
     def may_resume(self, ran: WidthTuple) -> bool:
         return self._ledger.may_resume(ran)
 
-    def _soonest(self, width: Width, head: Head, view: View) -> Target:
+    def _soonest(self, width: Width, head: Head, servers: Sequence[ServerView]) -> Target:
         """Where a width is soonest done."""
-        width = allowed(width, head.widths)
-        servers = choices_of(self._costs, view)
         return min((self._costs[s.name].completion(s, head, width), s.name, width) for s in servers)[1:]
