@@ -1,11 +1,15 @@
 """Which runs a comparison makes, in which order, and where they go."""
 
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 
 from slim_scheduler.core.errors import ConfigError
-from slim_scheduler.run.compare import folder_name, trials
+from slim_scheduler.run.compare import folder_name, run_simulated, trials
+from slim_scheduler.setup.config import load_config
+
+DEMO = Path(__file__).parents[2] / "examples/demo/cluster.toml"
 
 
 def test_routers_take_turns_and_each_seed_begins_with_another() -> None:
@@ -36,3 +40,16 @@ def test_every_run_has_a_folder_of_its_own() -> None:
 def test_a_plan_without_runs_is_refused(routers: list[str], seeds: list[int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trials(routers, seeds, Path("out"))
+
+
+def test_workers_that_are_told_to_stop_while_they_start_end_by_themselves(tmp_path: Path) -> None:
+    workers = []
+
+    def stop(*_: object) -> None:
+        workers.extend(active_children())
+        raise KeyboardInterrupt
+
+    config = load_config(DEMO, ("workload.duration_s=600",))
+    with pytest.raises(KeyboardInterrupt):
+        list(run_simulated(config, trials(["random"], [0, 1], tmp_path), workers=2, progress=stop))
+    assert [worker.exitcode for worker in workers] == [0, 0]

@@ -8,7 +8,19 @@ import threading
 
 import pytest
 
-from slim_scheduler.setup.interruption import deferred, sigterm_as_ctrl_c, starting_processes
+from slim_scheduler.setup.interruption import SIGNALS, deferred, sigterm_as_ctrl_c, starting_processes
+
+TOLD_TO_STOP = """
+import signal, sys
+from slim_scheduler.setup.interruption import Interruption, let_sigterm_through
+
+print("started", flush=True)
+sys.stdin.readline()  # the signal has been sent
+interruption = Interruption()
+interruption.watch()
+let_sigterm_through()
+print(interruption.got)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +52,16 @@ def test_afterwards_signals_do_what_they_did_before():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_while_processes_start_ctrl_c_waits_and_never_reaches_them():
-    says_what_is_blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_processes_start_a_signal_waits_and_does_not_reach_them(number):
+    says_what_is_blocked = f"import signal; print({number:d} in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     ended = threading.Event()
     threading.Thread(target=ended.wait).start()  # which takes the signal that this one blocks
     said = []
 
     def start():
-        with starting_processes():
-            os.kill(os.getpid(), signal.SIGINT)
+        with sigterm_as_ctrl_c(), starting_processes():
+            os.kill(os.getpid(), number)
             ended.wait(0.05)
             said.append(subprocess.check_output([sys.executable, "-c", says_what_is_blocked], text=True).strip())
 
@@ -56,7 +69,17 @@ def test_while_processes_start_ctrl_c_waits_and_never_reaches_them():
         start()
     ended.set()
     assert said == ["True"]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_process_that_is_told_to_stop_while_it_starts_stops_where_it_is_safe():
+    with starting_processes():
+        command = [sys.executable, "-c", TOLD_TO_STOP]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    process.terminate()
+    said, _ = process.communicate("\n")
+    assert (process.returncode, said) == (0, f"{signal.SIGTERM:d}\n")
 
 
 def test_who_defers_ctrl_c_is_told_of_one_that_came_while_processes_started():
@@ -69,7 +92,7 @@ def test_who_defers_ctrl_c_is_told_of_one_that_came_while_processes_started():
 def test_a_second_one_while_processes_start_stops_whoever_defers():
     def start():
         with sigterm_as_ctrl_c(), deferred(), starting_processes():
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):

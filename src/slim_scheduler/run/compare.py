@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from slim_scheduler.core.errors import ConfigError
 from slim_scheduler.run.runs import live_run, simulated_run
 from slim_scheduler.setup.config import Config
-from slim_scheduler.setup.interruption import Interruption, sigterm_as_ctrl_c, starting_processes
+from slim_scheduler.setup.interruption import Interruption, let_sigterm_through, sigterm_as_ctrl_c, starting_processes
 
 Progress = Callable[[float, str], None]  # share of all runs in [0, 1], what is running
 POLL_S = 0.2
@@ -113,6 +113,7 @@ class _Worker:
 def _begin_worker(config: Config, shares: Any) -> None:
     _Worker.config, _Worker.shares, _Worker.interruption = config, shares, Interruption()
     _Worker.interruption.watch()
+    let_sigterm_through()
 
 
 def _work(place: int, trial: Trial) -> dict[str, Any]:

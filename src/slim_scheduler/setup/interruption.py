@@ -60,17 +60,23 @@ def deferred() -> Iterator[Interruption]:
 @contextmanager
 def starting_processes() -> Iterator[None]:
     """Processes that start within it never get SIGINT, not even before they could ignore it: a terminal sends Ctrl-C to
-    all, and who started them tells them. A signal to this process waits until they have started.
+    all, and who started them tells them by SIGTERM. That one waits until they call `let_sigterm_through`, which each of
+    them must. A signal to this process waits until they have started.
     """
-    resource_tracker.ensure_running()  # which the first process needs, and which ends by unblocking SIGINT
+    resource_tracker.ensure_running()  # which the first process needs, and which ends by unblocking both
     with deferred() as wish:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # of this thread, which they inherit
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # of this thread, which they inherit
         try:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if wish.got is not None:
         signal.raise_signal(wish.got)
+
+
+def let_sigterm_through() -> None:
+    """In a process that was started so, once it is ready to be stopped: a SIGTERM that waited comes now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
 
 @contextmanager

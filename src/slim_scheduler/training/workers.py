@@ -10,7 +10,7 @@ from types import TracebackType
 
 from slim_scheduler.core.errors import SlimError
 from slim_scheduler.setup.config import Config
-from slim_scheduler.setup.interruption import starting_processes
+from slim_scheduler.setup.interruption import let_sigterm_through, starting_processes
 from slim_scheduler.training.rollout import Actor, Rollout, RolloutOrder
 
 
@@ -60,6 +60,7 @@ class RolloutWorkers:
 
 
 def _work(pipe: Connection, config: Config, seed: int, worker: int) -> None:
+    let_sigterm_through()  # `RolloutWorkers` ends this process so
     try:
         actor = Actor(config, seed, worker)
         while True:
