@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,16 @@ def test_an_interrupted_comparison_keeps_what_its_runs_recorded(tmp_path: Path) 
     assert summary["items_arrived"] > 0
     assert len(read_record(tmp_path / "random/seed-0").rows) > 0
     assert not (tmp_path / "jsq-0.25").exists()
+
+
+def test_a_training_whose_worker_is_killed_fails_with_one_line(slim: Slim, tmp_path: Path) -> None:
+    def kill_one() -> None:
+        while not (workers := active_children()):
+            pass
+        workers[0].kill()
+
+    threading.Thread(target=kill_one, daemon=True).start()
+    code, _, err = slim("train", "--config", DEMO, "--out", tmp_path)
+    assert code == 1
+    assert "ended with -9; run `slim train` again to resume" in err.splitlines()[-1]
+    assert "Traceback" not in err

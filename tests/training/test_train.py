@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, UpdateStats, warnings
 from slim_scheduler.training.ppo import fresh_network, joint_log_prob, tensors, train
 from slim_scheduler.training.rollout import Actor, RolloutOrder
-from slim_scheduler.training.workers import RolloutWorkers
+from slim_scheduler.training.workers import RolloutWorkers, WorkerLostError
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
 
@@ -135,6 +136,34 @@ def test_a_ctrl_c_at_the_terminal_does_not_reach_workers_that_start(tmp_path):
             os.kill(child.pid, signal.SIGINT)
         order = RolloutOrder(parameters=parameters, update=0, decided=0, decisions=8, teacher="")
         assert len(workers.collect(order)) == config.training.workers
+
+
+def test_a_worker_that_died_between_updates_is_told(tmp_path):
+    config = load_config(config_file(tmp_path / "cluster", decisions=400))
+    order = RolloutOrder(fresh_network(config, 0).arrays(), update=0, decided=0, decisions=8)
+    with RolloutWorkers(config, 0) as workers:
+        killed = multiprocessing.active_children()[0]
+        killed.kill()
+        killed.join()
+        with pytest.raises(WorkerLostError, match="ended with -9; run `slim train` again"):
+            workers.collect(order)
+
+
+def test_a_worker_that_was_told_to_stop_with_the_training_is_an_interruption(tmp_path):
+    config = load_config(config_file(tmp_path / "cluster"))
+
+    def stop_all(worker):
+        os.kill(os.getpid(), signal.SIGTERM)
+        worker.kill()
+
+    def after_the_first(update):
+        worker = multiprocessing.active_children()[0]
+        os.kill(worker.pid, signal.SIGSTOP)  # the second update never ends
+        threading.Timer(0.5, stop_all, (worker,)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "out", report=after_the_first)
+    assert read_policy(tmp_path / "out")[0].training["updates"] == 1
 
 
 @pytest.mark.parametrize(

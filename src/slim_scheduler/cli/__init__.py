@@ -1,6 +1,7 @@
 """The command line, `slim`. Commands import what they need when they run: `slim --help` starts at once.
 
-Exit codes: 0 done, 2 bad input or configuration (one line on stderr), 130 interrupted (what was done is written).
+Exit codes: 0 done, 1 failed (no request of a load was answered, a training worker was killed), 2 bad input or
+configuration (one line on stderr), 130 interrupted (what was done is written).
 """
 
 import gc
@@ -14,6 +15,7 @@ from slim_scheduler.cli import bound, comparing, family, machine, model, plan, r
 
 INTERRUPTED = 130
 BAD_INPUT = 2
+FAILED = 1
 
 app = typer.Typer(
     name="slim",
@@ -58,8 +60,8 @@ UsageErrors: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 
 
 def main() -> None:
-    """Entry point of `slim`: runs a command and turns errors of the user's making into one line."""
-    from slim_scheduler.core.errors import InputError, OutOfMemoryError
+    """Entry point of `slim`: runs a command and turns errors that are no defect of ours into one line."""
+    from slim_scheduler.core.errors import InputError, OutOfMemoryError, SlimError
 
     # A shell's script starts a background command with SIGINT ignored; who sends it one means it to stop all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,6 +83,12 @@ def main() -> None:
         _stop(BAD_INPUT, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (InputError, OutOfMemoryError) as error:
         _stop(BAD_INPUT, str(error))
+    except SlimError as error:
+        from slim_scheduler.training.workers import WorkerLostError
+
+        if not isinstance(error, WorkerLostError):
+            raise
+        _stop(FAILED, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         _stop(INTERRUPTED, "interrupted; what was written so far stays")
     sys.exit(code if isinstance(code, int) else 0)

@@ -36,7 +36,7 @@ from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
 from slim_scheduler.training.returns import SMALL, Horizon, Reals, RewardScale, Samples, Trajectory
 from slim_scheduler.training.rollout import RolloutOrder, Steps
 from slim_scheduler.training.scenario import Scenarios
-from slim_scheduler.training.workers import RolloutWorkers
+from slim_scheduler.training.workers import RolloutWorkers, WorkerLostError
 
 HIDDEN = 64  # units of a hidden layer
 EPOCHS = 3  # passes over the samples per update (K)
@@ -56,7 +56,8 @@ def train(
 ) -> PolicyManifest:
     """Trains a router for the configured cluster and writes its policy to `out`; resumes what is there.
 
-    Interrupted, it writes the policy as far as it came and raises KeyboardInterrupt. Raises InputError.
+    Interrupted, it writes the policy as far as it came and raises KeyboardInterrupt. Raises InputError and
+    WorkerLostError.
     """
     torch.set_num_threads(1)
     training = config.training
@@ -90,7 +91,14 @@ def train(
                 decisions=training.rollout_decisions,
                 teacher=training.warm_start if imitating else "",
             )
-            rollouts = workers.collect(order)
+            try:
+                rollouts = workers.collect(order)
+            except WorkerLostError:
+                if not interruption.wanted:
+                    raise
+                if update > state.update:  # who asked this process to stop ended the worker as well
+                    write_policy(out, _trained(manifest, decided, update), ppo.network.arrays())
+                raise KeyboardInterrupt from None
             scale.learn(rollouts, by_tasks, horizon)
             samples = Samples.join([t.add(r, scale) for t, r in zip(trajectories, rollouts, strict=True)])
             rng = np.random.default_rng([seed, update])

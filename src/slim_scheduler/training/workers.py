@@ -4,6 +4,7 @@
 the result does not depend on who was faster.
 """
 
+import contextlib
 import multiprocessing
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -12,6 +13,10 @@ from slim_scheduler.core.errors import SlimError
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import let_sigterm_through, starting_processes
 from slim_scheduler.training.rollout import Actor, Rollout, RolloutOrder
+
+
+class WorkerLostError(SlimError):
+    """A worker ended and did not say why: somebody or the system's memory limit killed it."""
 
 
 class RolloutWorkers:
@@ -31,8 +36,10 @@ class RolloutWorkers:
                 self._processes.append(process)
 
     def collect(self, order: RolloutOrder) -> list[Rollout]:
+        """Raises what a worker raised, and WorkerLostError for one that is gone."""
         for pipe in self._pipes:
-            pipe.send(order)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said last can still be read
+                pipe.send(order)
         return [self._answer(worker) for worker in range(len(self._pipes))]
 
     def _answer(self, worker: int) -> Rollout:
@@ -42,7 +49,7 @@ class RolloutWorkers:
             process = self._processes[worker]
             process.join()  # its end of the pipe closes a moment before it is gone
             said = f"training worker {worker} ended with {process.exitcode}; run `slim train` again to resume"
-            raise SlimError(said) from None
+            raise WorkerLostError(said) from None
         if isinstance(answer, BaseException):
             raise answer
         assert isinstance(answer, Rollout)
