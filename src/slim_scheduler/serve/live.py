@@ -88,12 +88,13 @@ class Live:
             now,
             answered,
             observer.items_energy,
+            observer.items_energy_known,
             observer.accuracy_sum,
             observer.accuracy_known,
         )
         last = self._before.get(name, (now - PERIOD_S, *sums[1:]))
         self._before[name] = sums
-        period, items, energy, accuracy, known = (a - b for a, b in zip(sums, last, strict=True))
+        period, items, energy, measured, accuracy, known = (a - b for a, b in zip(sums, last, strict=True))
         recent = sorted(seconds for when, seconds in observer.recent if now - when <= WINDOW_S)
         return {
             "name": name,
@@ -104,7 +105,7 @@ class Live:
             "throughput": items / max(period, 1e-9),
             "p50_ms": _percentile_ms(recent, 0.50),
             "p99_ms": _percentile_ms(recent, 0.99),
-            "energy_per_item_j": energy / items if items and observer.items_energy else None,
+            "energy_per_item_j": energy / measured if measured else None,
             "expected_accuracy": accuracy / known if known else _mean(observer.accuracy_sum, observer.accuracy_known),
             "agreement": served.accuracy is not None and bool(served.accuracy.agreement),
             "fifo": served.engine.fifo_length,

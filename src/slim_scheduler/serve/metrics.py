@@ -201,7 +201,10 @@ def _readings(view: ServerView) -> Iterator[tuple[str, float]]:
 def _answers(served: list[Served]) -> Iterator[Metric]:
     """What the answers were worth and what they cost."""
     tuples = CounterMetricFamily("slim_answered_items", "Answered items by width tuple.", labels=["model", "widths"])
-    energy = CounterMetricFamily("slim_items_energy_joules", "Energy that answered items took.", labels=["model"])
+    energy = CounterMetricFamily(
+        "slim_items_energy_joules", "Energy that answered items took, of those whose energy is known.", labels=["model"]
+    )
+    known = CounterMetricFamily("slim_items_energy_known", "Answered items whose energy is known.", labels=["model"])
     accuracy = GaugeMetricFamily(
         "slim_expected_accuracy",
         "Mean chance that answers are right: of their confidence, else as their widths were measured. Where the images "
@@ -222,10 +225,12 @@ def _answers(served: list[Served]) -> Iterator[Metric]:
         not_finite.add_metric([model], observer.not_finite)
         for widths, count in observer.width_items.items():
             tuples.add_metric([model, widths], count)
-        energy.add_metric([model], observer.items_energy)
+        if observer.items_energy_known:
+            energy.add_metric([model], observer.items_energy)
+            known.add_metric([model], observer.items_energy_known)
         if observer.accuracy_known:
             accuracy.add_metric([model], observer.accuracy_sum / observer.accuracy_known)
-    yield from (tuples, energy, accuracy, not_finite, again, margins)
+    yield from (tuples, energy, known, accuracy, not_finite, again, margins)
 
 
 def _triton(served: list[Served]) -> Iterator[Metric]:

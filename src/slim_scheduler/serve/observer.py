@@ -78,6 +78,7 @@ class Observer:
         self.queue_seconds = 0.0
         self.compute_seconds = 0.0
         self.items_energy = 0.0
+        self.items_energy_known = 0
         self.accuracy_sum = 0.0
         self.accuracy_known = 0
         self.width_items: dict[str, int] = {}
@@ -153,7 +154,9 @@ class Observer:
 
     def item(self, ended: ItemOutcome, widths: str, accuracy: float | None) -> None:
         """An item was answered at a width tuple. `accuracy`: the chance that it is right."""
-        self.items_energy += ended.energy_j or 0.0
+        if ended.energy_j is not None:
+            self.items_energy += ended.energy_j
+            self.items_energy_known += 1
         self.width_items[widths] = self.width_items.get(widths, 0) + 1
         if ended.other_widths:
             self.second_passes += 1

@@ -338,7 +338,7 @@ class Inference:
             observer.item(item, spelled(item.widths), accuracy)
         observer.waited(max(items, key=_seconds) if len(items) > 1 else items[0])
         servers = frozenset([server for item in items for server in item.servers])
-        source, precision = _energy_source(served, servers), served.precision(servers)
+        source, precision = _energy_source(served, items, servers), served.precision(servers)
         return Answer(result.logits, items, source, self._unmet, result.timeline, confidence, precision)
 
 
@@ -393,9 +393,10 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
     return Refusal(Kind.UNAVAILABLE, f"{outcome.value}: {quote(reason, 300)}", retry_after or 1.0)
 
 
-def _energy_source(served: Served, servers: frozenset[ServerName]) -> str:
+def _energy_source(served: Served, items: Sequence[ItemOutcome], servers: frozenset[ServerName]) -> str:
+    """Of these items, answered by these servers. Where a pass that did not answer ran is not told: any may have it."""
     views, sources = served.engine.servers, set()
-    for name in servers:
+    for name in views if any(item.other_widths for item in items) else servers:
         view = views.get(name)
         if view is not None and view.report is not None:
             sources.add(view.report.energy_source)
