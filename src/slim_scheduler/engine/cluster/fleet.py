@@ -55,6 +55,7 @@ class ClusterFleet:
         self._connection = RayConnection(parts.config)
         self._model: Any = None  # Ray's reference to the network
         self._serving: dict[ServerName, asyncio.Task[None]] = {}
+        self._leaving: set[ServerName] = set()
         self._host: Host
 
     def connect(self, host: Host) -> None:
@@ -100,14 +101,25 @@ class ClusterFleet:
             raise
 
     async def remove(self, name: ServerName, grace: Seconds) -> None:
-        """Gives the server no new work, waits up to `grace` until it holds nothing, and takes it out."""
-        if name not in self.servers:
-            raise ConfigError(f"no server is named {name}; there are {', '.join(self.servers)}")
+        """Gives the server no new work, waits up to `grace` until it holds nothing, and takes it out.
+
+        Raises ConfigError for one that does not serve yet, or that is being removed already.
+        """
+        if name in self._leaving:
+            raise ConfigError(f"server {name} is being removed already; wait for that")
+        if name not in self._serving:
+            if any(name == placed.name for placed in self.config.servers):
+                raise ConfigError(f"server {name} is still being added; remove it when it serves")
+            raise ConfigError(f"no server is named {name}; there are {', '.join(self._serving)}")
         host, server = self._host, self.servers[name]
-        host.tell_dispatcher(ServerDraining(name))
-        latest = host.clock.now() + grace
-        while host.clock.now() < latest and self._holds_something(name):
-            await asyncio.sleep(DRAIN_LOOK)
+        self._leaving.add(name)
+        try:
+            host.tell_dispatcher(ServerDraining(name))
+            latest = host.clock.now() + grace
+            while host.clock.now() < latest and self._holds_something(name):
+                await asyncio.sleep(DRAIN_LOOK)
+        finally:
+            self._leaving.remove(name)
         self._serving.pop(name).cancel()
         host.tell_dispatcher(ServerLeft(name, "removed", removed=True))
         del self.servers[name]
