@@ -14,7 +14,7 @@ from slim_scheduler.core.types import Outcome
 from slim_scheduler.engine.engine import SlimEngine
 from slim_scheduler.serve.refusal import Refusal
 from slim_scheduler.serve.repository import Repository
-from slim_scheduler.setup.config import config_from
+from slim_scheduler.setup.config import Config, ModelConfig, config_from
 from tests.cli.conftest import ROOT
 
 SLOW = 1e6  # times the work of a batch: minutes
@@ -84,3 +84,19 @@ async def test_a_model_that_is_loaded_while_the_server_ends_is_not_waited_for_no
             await models.load("digits")
     assert not threads()
     assert not models.served
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "name"),
+    [("link/../mine", "elsewhere", "mine"), ("mine", ".", "mine"), ("link/..", ".", "elsewhere")],
+)
+def test_models_are_looked_for_where_the_path_leads_and_a_linked_one_keeps_its_name(tmp_path, path, folder, name):
+    (tmp_path / "elsewhere/inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("elsewhere/inner")
+    for beside in (tmp_path, tmp_path / "elsewhere"):
+        (beside / "mine").symlink_to(ROOT / "models/digits")
+    (tmp_path / "elsewhere/manifest.json").touch()
+    models = Repository(Config(model=ModelConfig(path=str(tmp_path / path))), SlimEngine.from_config)
+    assert models.first == name
+    assert models.folder.samefile(tmp_path / folder)
+    assert name in models.names()

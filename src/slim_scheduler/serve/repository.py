@@ -7,7 +7,6 @@ what the folder holds and never become a path of their own.
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, ModelConfig
 from slim_scheduler.setup.machines import load_shape
-from slim_scheduler.setup.model_names import NAME, model_name
+from slim_scheduler.setup.model_names import NAME, model_folder, model_name
 from slim_scheduler.setup.routers import parse_router
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Repository:
     """
 
     def __init__(self, config: Config, build: Build, layout: Layout = "NCHW", max_items: int = 4096) -> None:
-        model = Path(os.path.abspath(config.model.path))
+        model = model_folder(config.model.path)
         self.folder = model.parent
         self.policies = _policy_folder(config)
         self.served: dict[str, Served] = {}
