@@ -17,7 +17,7 @@ from slim_scheduler.client import load
 from slim_scheduler.client.client import Constraints
 from slim_scheduler.client.grpc_sender import GrpcSender
 from slim_scheduler.client.load import Tally, closed_loop, open_loop, result_of
-from slim_scheduler.client.senders import LOST, UNANSWERED, HttpSender, Status
+from slim_scheduler.client.senders import LOST, UNANSWERED, HttpSender, Status, payloads
 from slim_scheduler.client.wire import split_address
 from slim_scheduler.core.errors import InputError
 from tests.serve.conftest import ROOT
@@ -78,11 +78,18 @@ def test_what_is_asked_arrives_as_it_was_meant(server, scheme):
         ({"warmup": float("nan")}, "warmup is nan; it must be 0 or more and finite"),
         ({"token": "ü€"}, "beyond printable ASCII"),
         ({"url": "grpc://127.0.0.1:1", "token": "a\nb"}, "beyond printable ASCII"),
+        ({"model": "\udcff"}, r"model '\\udcff' is not UTF-8"),
+        ({"url": "grpc://127.0.0.1:1", "model": "\udcff"}, r"model '\\udcff' is not UTF-8"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_in_one_line(asked, said):
     with pytest.raises(InputError, match=said):
         load.load(**{"url": "http://127.0.0.1:1", "rate": 5.0, "duration": 0.2, **asked})
+
+
+def test_more_items_than_there_are_numbers_for_are_refused():
+    with pytest.raises(InputError, match="lower --items"):
+        payloads([1, 8, 8], 10**400, "UINT8", np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

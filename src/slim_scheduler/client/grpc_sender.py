@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from slim_scheduler.client.client import Constraints, request_parameters
 from slim_scheduler.client.senders import LONGEST_REASON, LOST, Status, payloads
-from slim_scheduler.client.wire import bearer, split_address
+from slim_scheduler.client.wire import bearer, sendable, split_address
 from slim_scheduler.core.errors import InputError
 
 
@@ -34,6 +34,7 @@ class GrpcSender:
         constraints: Constraints,
         rng: np.random.Generator,
     ) -> "GrpcSender":
+        model = None if model is None else sendable(model)
         channel = grpc.aio.insecure_channel(split_address(url, ("grpc",)).authority)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         metadata = (("authorization", bearer(token)),) if token else ()

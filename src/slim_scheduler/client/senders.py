@@ -90,7 +90,7 @@ def payloads(item_shape: list[int], items: int, datatype: str, rng: np.random.Ge
     size = count * math.prod(shape) * (1 if datatype == "UINT8" else 4)
     if size > MOST_BYTES:
         raise InputError(
-            f"{count} requests of {items} items take {size / 2**20:,.0f} MiB, of at most {MOST_BYTES / 2**20:,.0f}; "
+            f"{count} requests of {items} items take {size // 2**20:,} MiB, of at most {MOST_BYTES // 2**20:,}; "
             "lower --items"
         )
     if datatype == "UINT8":

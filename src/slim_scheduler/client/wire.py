@@ -143,8 +143,17 @@ def split_address(url: str, schemes: Sequence[str]) -> Address:
 
 
 def model_path(model: str, action: str = "") -> str:
-    """The path of a model, or of what is done with it."""
-    return f"/v2/models/{quote(model, safe='')}{action}"
+    """The path of a model, or of what is done with it. Raises InputError."""
+    return f"/v2/models/{quote(sendable(model), safe='')}{action}"
+
+
+def sendable(model: str) -> str:
+    """A model's name. Raises InputError where it holds bytes of the command line that are no UTF-8."""
+    try:
+        model.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"model {model!r} is not UTF-8; give the name of a served model") from None
+    return model
 
 
 def bearer(token: str) -> str:
