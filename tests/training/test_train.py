@@ -213,6 +213,18 @@ def test_files_that_say_something_else_do_not_resume(tmp_path, what):
         train(config, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("section", "key"), [("training", "warm_start"), ("router", "fallback")])
+def test_a_training_does_not_overwrite_a_policy_that_it_depends_on(tmp_path, section, key):
+    file = config_file(tmp_path / "cluster", decisions=400, warm_start="")
+    out = tmp_path / "out"
+    train(load_config(file), out)
+    before = (out / "policy.safetensors").read_bytes()
+    config = load_config(file, (f"{section}.{key}='ppo:{tmp_path}/cluster/../out'",))
+    with pytest.raises(ConfigError, match=f"{section}.{key} is ppo:.*, which the training would overwrite"):
+        train(config, out)
+    assert (out / "policy.safetensors").read_bytes() == before
+
+
 def test_a_finished_run_says_what_it_was_however_often_it_is_asked(tmp_path):
     file = config_file(tmp_path / "cluster", decisions=400, warm_start="", recipe="paper", observation=None)
     made = train(load_config(file), tmp_path / "out")

@@ -63,6 +63,7 @@ def train(
     training = config.training
     if not training.decisions and not (training.warm_start and training.warm_start_decisions):
         raise ConfigError("training.decisions is 0 and nothing is imitated; give decisions, or a warm_start alone")
+    _check_sources(config, out)
     facts = Scenarios(config).facts
     manifest = _manifest(config, facts, seed)
     ppo = PPO(fresh_network(config, seed), training, _layout(config, facts))
@@ -182,6 +183,14 @@ def _whole_episodes(count: int, per_update: int, config: Config) -> int:
     """Updates that `count` needs, rounded up to whole episodes."""
     length = config.training.episode_rollouts
     return -(-count // (per_update * length)) * length
+
+
+def _check_sources(config: Config, out: Path) -> None:
+    """Raises ConfigError where a policy that the training depends on is the one that it writes: it could not resume."""
+    for key, name in (("training.warm_start", config.training.warm_start), ("router.fallback", config.router.fallback)):
+        router = parse_router(name) if name else None
+        if router is not None and router.kind == "ppo" and router.argument.resolve() == out.resolve():
+            raise ConfigError(f"{key} is {name}, which the training would overwrite; give another --out")
 
 
 def _fingerprint(config: Config, seed: int) -> str:
