@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from slim_scheduler.setup.interruption import SIGNALS, deferred, sigterm_as_ctrl_c, starting_processes
+from slim_scheduler.setup.interruption import SIGNALS, Interruption, deferred, sigterm_as_ctrl_c, starting_processes
 
 TOLD_TO_STOP = """
 import signal, sys
@@ -43,6 +43,17 @@ def test_a_second_ctrl_c_stops_at_once():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_who_is_told_twice_ends_where_it_is_safe_all_the_same():
+    interruption = Interruption()
+    interruption.watch(all_signals=True)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.wanted
+    finally:
+        interruption.unwatch()
 
 
 def test_afterwards_signals_do_what_they_did_before():

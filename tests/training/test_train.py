@@ -17,7 +17,7 @@ import tomli_w
 import torch
 
 from slim_scheduler.core.accuracy import AccuracyTable
-from slim_scheduler.core.errors import ConfigError, InputError
+from slim_scheduler.core.errors import ConfigError, InputError, WorkerLostError
 from slim_scheduler.core.router.learned.router import learned_router
 from slim_scheduler.core.router.plan.plans import RHO, lp_plans
 from slim_scheduler.core.router.plan.waiting import waiting
@@ -29,7 +29,7 @@ from slim_scheduler.sim.host import Simulation
 from slim_scheduler.training.curves import UpdateReport, UpdateStats, warnings
 from slim_scheduler.training.ppo import fresh_network, joint_log_prob, tensors, train
 from slim_scheduler.training.rollout import Actor, RolloutOrder
-from slim_scheduler.training.workers import RolloutWorkers, WorkerLostError
+from slim_scheduler.training.workers import RolloutWorkers
 from tests.core.test_learned import Fallbacks
 from tests.training.clusters import small_table, training_cluster
 

@@ -61,7 +61,7 @@ UsageErrors: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 
 def main() -> None:
     """Entry point of `slim`: runs a command and turns errors that are no defect of ours into one line."""
-    from slim_scheduler.core.errors import InputError, OutOfMemoryError, SlimError
+    from slim_scheduler.core.errors import InputError, OutOfMemoryError, WorkerLostError
 
     # A shell's script starts a background command with SIGINT ignored; who sends it one means it to stop all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,11 +83,7 @@ def main() -> None:
         _stop(BAD_INPUT, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (InputError, OutOfMemoryError) as error:
         _stop(BAD_INPUT, str(error))
-    except SlimError as error:
-        from slim_scheduler.training.workers import WorkerLostError
-
-        if not isinstance(error, WorkerLostError):
-            raise
+    except WorkerLostError as error:
         _stop(FAILED, str(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         _stop(INTERRUPTED, "interrupted; what was written so far stays")

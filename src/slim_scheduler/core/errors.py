@@ -48,6 +48,10 @@ class OutOfMemoryError(SlimError):
     """A device refused memory for a batch or an instance."""
 
 
+class WorkerLostError(SlimError):
+    """A process of a training ended and did not say why: somebody or the system's memory limit killed it."""
+
+
 class DeviceLostError(SlimError):
     """A device failed in a way that no later call of this process can get past: its server falls silent."""
 

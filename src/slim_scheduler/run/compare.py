@@ -112,7 +112,7 @@ class _Worker:
 
 def _begin_worker(config: Config, shares: Any) -> None:
     _Worker.config, _Worker.shares, _Worker.interruption = config, shares, Interruption()
-    _Worker.interruption.watch()
+    _Worker.interruption.watch(all_signals=True)  # SIGTERM to all comes twice: the first process passes it on
     let_sigterm_through()
 
 

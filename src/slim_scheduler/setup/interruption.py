@@ -15,10 +15,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second one stops at once."""
+    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second one stops at once
+    where only the first is watched for."""
 
     def __init__(self) -> None:
         self.got: int | None = None  # the signal that asked
+        self._all = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -30,8 +32,9 @@ class Interruption:
         if self.wanted:
             raise KeyboardInterrupt
 
-    def watch(self) -> None:
-        """From now on the first signal only notes the wish."""
+    def watch(self, all_signals: bool = False) -> None:
+        """From now on the first signal only notes the wish, or all of them do."""
+        self._all = all_signals
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def unwatch(self) -> None:
@@ -42,7 +45,8 @@ class Interruption:
 
     def _note(self, number: int, _: object) -> None:
         self.got = number
-        self.unwatch()
+        if not self._all:
+            self.unwatch()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.errors import ConfigError, WorkerLostError
 from slim_scheduler.core.router.base import RouterFacts
 from slim_scheduler.core.router.costs import full_batch_time
 from slim_scheduler.core.router.learned.layout import LAYOUT, Layout, layout_of
@@ -36,7 +36,7 @@ from slim_scheduler.training.policy import Inputs, Outputs, PolicyNetwork
 from slim_scheduler.training.returns import SMALL, Horizon, Reals, RewardScale, Samples, Trajectory
 from slim_scheduler.training.rollout import RolloutOrder, Steps
 from slim_scheduler.training.scenario import Scenarios
-from slim_scheduler.training.workers import RolloutWorkers, WorkerLostError
+from slim_scheduler.training.workers import RolloutWorkers
 
 HIDDEN = 64  # units of a hidden layer
 EPOCHS = 3  # passes over the samples per update (K)

@@ -9,14 +9,10 @@ import multiprocessing
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from slim_scheduler.core.errors import SlimError
+from slim_scheduler.core.errors import WorkerLostError
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import let_sigterm_through, starting_processes
 from slim_scheduler.training.rollout import Actor, Rollout, RolloutOrder
-
-
-class WorkerLostError(SlimError):
-    """A worker ended and did not say why: somebody or the system's memory limit killed it."""
 
 
 class RolloutWorkers:
