@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.errors import ConfigError, WorkerLostError
 from slim_scheduler.run.compare import folder_name, run_simulated, trials
 from slim_scheduler.setup.config import load_config
 
@@ -53,3 +53,12 @@ def test_workers_that_are_told_to_stop_while_they_start_end_by_themselves(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         list(run_simulated(config, trials(["random"], [0, 1], tmp_path), workers=2, progress=stop))
     assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
+    def kill_one(*_: object) -> None:
+        active_children()[0].kill()
+
+    config = load_config(DEMO, ("workload.duration_s=600",))
+    with pytest.raises(WorkerLostError, match="was killed"):
+        list(run_simulated(config, trials(["random"], [0, 1], tmp_path), workers=2, progress=kill_one))

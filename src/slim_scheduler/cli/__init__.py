@@ -1,6 +1,6 @@
 """The command line, `slim`. Commands import what they need when they run: `slim --help` starts at once.
 
-Exit codes: 0 done, 1 failed (no request of a load was answered, a training worker was killed), 2 bad input or
+Exit codes: 0 done, 1 failed (no request of a load was answered, a worker process was killed), 2 bad input or
 configuration (one line on stderr), 130 interrupted (what was done is written).
 """
 

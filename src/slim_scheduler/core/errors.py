@@ -49,7 +49,7 @@ class OutOfMemoryError(SlimError):
 
 
 class WorkerLostError(SlimError):
-    """A process of a training ended and did not say why: somebody or the system's memory limit killed it."""
+    """A process of a training or a comparison ended and did not say why: somebody or the memory limit killed it."""
 
 
 class DeviceLostError(SlimError):

@@ -9,11 +9,12 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slim_scheduler.core.errors import ConfigError
+from slim_scheduler.core.errors import ConfigError, WorkerLostError
 from slim_scheduler.run.runs import live_run, simulated_run
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.interruption import Interruption, let_sigterm_through, sigterm_as_ctrl_c, starting_processes
@@ -78,7 +79,7 @@ def run_simulated(
 ) -> Iterator[Finished]:
     """Runs them in several processes, one per core by default; yields in the order in which they end.
 
-    Ctrl-C lets the runs under way write what they have, and starts no more.
+    Ctrl-C lets the runs under way write what they have, and starts no more. Raises WorkerLostError.
     """
     context = get_context("spawn")  # threads of this process must not be forked into the workers
     shares = context.Array("d", len(plan))
@@ -91,7 +92,7 @@ def run_simulated(
             while runs:
                 done, _ = wait(runs, POLL_S, FIRST_COMPLETED)
                 for future in done:
-                    yield Finished(runs.pop(future), future.result())
+                    yield Finished(runs.pop(future), _result(future))
                 if progress is not None:
                     running = ", ".join(f"{t.router}, seed {t.seed}" for f, t in runs.items() if f.running())
                     progress(sum(shares[:]) / len(plan), running)
@@ -100,6 +101,15 @@ def run_simulated(
                 if child.pid is not None:
                     os.kill(child.pid, signal.SIGTERM)
             raise
+
+
+def _result(run: Future[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return run.result()
+    except BrokenProcessPool:
+        raise WorkerLostError(
+            "a process that ran some of the runs was killed; where it was for want of memory, lower --workers"
+        ) from None
 
 
 class _Worker:
