@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -225,8 +226,9 @@ def test_an_interrupted_comparison_keeps_what_its_runs_recorded(tmp_path: Path) 
 
 def test_a_training_whose_worker_is_killed_fails_with_one_line(slim: Slim, tmp_path: Path) -> None:
     def kill_one() -> None:
-        while not (workers := active_children()):
-            pass
+        until = time.monotonic() + 60
+        while not (workers := active_children()) and time.monotonic() < until:
+            time.sleep(0.01)
         workers[0].kill()
 
     threading.Thread(target=kill_one, daemon=True).start()

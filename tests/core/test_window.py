@@ -202,6 +202,17 @@ def test_after_memory_ran_out_nobody_waits_for_more_than_fits():
     assert ran(arrives(scheduler, 2.1, 23)) == [20, 21, 22, 23]
 
 
+def test_nor_for_more_than_the_wider_instance_takes_that_runs_it():
+    scheduler = server(batch_window=1.0, tile=8)
+    (start,) = only(arrives(scheduler, 1.0, *range(1, 9), width=0.25), StartBatch)
+    assert (start.batch.requested_width, start.batch.width) == (0.25, 0.5)
+    commands = scheduler.handle(BatchFailed(start.batch.batch_id, "no memory", out_of_memory=True), 1.01)
+    for now in (1.02, 1.03):
+        (start,) = only(commands, StartBatch)
+        commands = scheduler.handle(BatchDone(start.batch.batch_id), now)
+    assert ran(arrives(scheduler, 2.0, 20, 21, 22, 23, width=0.25)) == [20, 21, 22, 23]
+
+
 def test_what_a_waiting_key_needs_is_not_unloaded_meanwhile():
     scheduler = server(batch_window=1.0, tile=8, idle_unload=10.5)  # last used at -9.0
     arrives(scheduler, 1.0, 1)

@@ -45,15 +45,14 @@ def test_a_second_ctrl_c_stops_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_who_is_told_twice_ends_where_it_is_safe_all_the_same():
+def test_who_is_told_twice_ends_where_it_is_safe_all_the_same_and_the_third_stops_at_once():
     interruption = Interruption()
-    interruption.watch(all_signals=True)
-    try:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert interruption.wanted
-    finally:
-        interruption.unwatch()
+    interruption.watch(signals=2)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    assert interruption.wanted
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_afterwards_signals_do_what_they_did_before():

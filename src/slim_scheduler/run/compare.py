@@ -6,7 +6,6 @@ Every router gets the same arrivals and items per seed. Results are the runs' fo
 
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ from slim_scheduler.setup.interruption import Interruption, let_sigterm_through,
 
 Progress = Callable[[float, str], None]  # share of all runs in [0, 1], what is running
 POLL_S = 0.2
+WRITING_S = 10.0  # in which a process writes what it has of a run
 
 
 class Trial(NamedTuple):
@@ -96,10 +96,14 @@ def run_simulated(
                 if progress is not None:
                     running = ", ".join(f"{t.router}, seed {t.seed}" for f, t in runs.items() if f.running())
                     progress(sum(shares[:]) / len(plan), running)
-        except BaseException:
-            for child in active_children():  # each writes what it has and begins no other; leaving the pool waits
-                if child.pid is not None:
-                    os.kill(child.pid, signal.SIGTERM)
+        except BaseException as error:
+            children = active_children()
+            for child in children:  # each writes what it has and begins no other; leaving the pool waits
+                child.terminate()
+            if isinstance(error, WorkerLostError):
+                for child in children:  # one may wait for ever for what the lost one held
+                    child.join(WRITING_S)
+                    child.kill()
             raise
 
 
@@ -122,7 +126,7 @@ class _Worker:
 
 def _begin_worker(config: Config, shares: Any) -> None:
     _Worker.config, _Worker.shares, _Worker.interruption = config, shares, Interruption()
-    _Worker.interruption.watch(all_signals=True)  # SIGTERM to all comes twice: the first process passes it on
+    _Worker.interruption.watch(signals=2)  # a SIGTERM to all comes twice: the first process passes it on
     let_sigterm_through()
 
 

@@ -394,12 +394,16 @@ def _refusal(outcome: Outcome, reason: str, retry_after: float | None) -> Refusa
 
 
 def _energy_source(served: Served, items: Sequence[ItemOutcome], servers: frozenset[ServerName]) -> str:
-    """Of these items, answered by these servers. Where a pass that did not answer ran is not told: any may have it."""
+    """Of these items, answered by these servers. Where a pass that did not answer ran is not told: any that measures
+    or estimates may have it."""
     views, sources = served.engine.servers, set()
-    for name in views if any(item.other_widths for item in items) else servers:
+    anywhere = any(item.other_widths for item in items)
+    for name in views if anywhere else servers:
         view = views.get(name)
         if view is not None and view.report is not None:
             sources.add(view.report.energy_source)
+    if anywhere:
+        sources.discard("none")
     return "+".join(sorted(sources)) or "none"
 
 

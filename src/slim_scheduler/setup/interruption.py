@@ -15,12 +15,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. A second one stops at once
-    where only the first is watched for."""
+    """Whether somebody asked to stop; whoever loops calls `check` where it is safe to. The next one stops at once."""
 
     def __init__(self) -> None:
         self.got: int | None = None  # the signal that asked
-        self._all = False
+        self._noted = 0  # how many more signals only note the wish
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -32,9 +31,9 @@ class Interruption:
         if self.wanted:
             raise KeyboardInterrupt
 
-    def watch(self, all_signals: bool = False) -> None:
-        """From now on the first signal only notes the wish, or all of them do."""
-        self._all = all_signals
+    def watch(self, signals: int = 1) -> None:
+        """From now on the first signal only notes the wish, or so many do."""
+        self._noted = signals
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def unwatch(self) -> None:
@@ -45,7 +44,8 @@ class Interruption:
 
     def _note(self, number: int, _: object) -> None:
         self.got = number
-        if not self._all:
+        self._noted -= 1
+        if not self._noted:
             self.unwatch()
 
 

@@ -420,7 +420,8 @@ class ServerScheduler:
             known = self._batch_limits.get((batch.segment, batch.width), len(entries))
             limit = self._batch_limits[batch.segment, batch.width] = min(known, len(entries) // 2)
             if self._window is not None:
-                self._window.at_most(batch.segment, batch.width, limit)
+                for width in {batch.width, batch.requested_width}:
+                    self._window.at_most(batch.segment, width, limit)
             self._queue.put_back(key, entries)
             self._queued_per_segment[batch.segment] += len(entries)
             self._queue_changed(key)
