@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 
 from slim_scheduler.client.client import infer_body
 from slim_scheduler.client.wire import ConnectionLostError, HttpConnection, request_head
+from slim_scheduler.serve.http.listener import QUIET_S
 from tests.serve.conftest import Running, serving
 
 CLOSED_LOOP = 48
 RATE = 60.0  # requests per second in open loop, beside them
+REUSED_S = QUIET_S / 2  # a kept connection that rests longer may be closed by the server while a request is under way
 
 
 class Fleet(msgspec.Struct):
@@ -55,17 +58,21 @@ async def under_load(fleet: Fleet) -> AsyncIterator[None]:
 
     async def arrivals() -> None:
         rng = np.random.default_rng(0)
-        idle: list[HttpConnection] = []
+        idle: list[tuple[float, HttpConnection]] = []
 
         async def one() -> None:
-            connection = await fleet.ask(idle.pop() if idle else None)
-            idle.append(connection)
+            since, connection = idle.pop() if idle else (0.0, None)
+            if connection is not None and time.monotonic() - since > REUSED_S:
+                connection.close()
+                connection = None
+            connection = await fleet.ask(connection)
+            idle.append((time.monotonic(), connection))
 
         async with asyncio.TaskGroup() as group:
             while not stop.is_set():
                 await asyncio.sleep(rng.exponential(1 / RATE))
                 group.create_task(one())
-        for connection in idle:
+        for _, connection in idle:
             connection.close()
 
     async with asyncio.TaskGroup() as group:
