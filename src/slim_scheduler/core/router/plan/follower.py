@@ -183,7 +183,7 @@ class PlanLedger:
         if expected is None or now is None:
             return self._plans.step(fleet, most, self._asked)
         excess = 0.0 if self._plans.overloaded else self._excess(view)
-        carried = self._carried * self._plans.most(fleet)  # a new fleet may displace the one of now
+        carried = self._carried * self._plans.most(fleet)  # last: a new fleet may displace the current
         if self._plans.waiting is None:
             steps = most * (expected + excess / CATCH_UP) / carried
         elif excess:
