@@ -5,7 +5,7 @@ from math import expm1
 import msgspec
 import pytest
 
-from slim_scheduler.core.router.costs import ServerCost, moved_bytes
+from slim_scheduler.core.router.costs import ServerCost, enough_credit, moved_bytes
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
 from slim_scheduler.core.view import InstanceCount
 from tests.core.facts import WIDTHS, cluster, seen, server, view
@@ -41,6 +41,15 @@ def test_inputs_move_always_and_activations_when_they_leave_home(what, to, moves
     known = facts(move_activations=moves)
     assert moved_bytes(known, what, to) == size
     assert ServerCost(known.servers[to], known).transfer(what, 8) == pytest.approx(0.002 + 8 * size / BYTES_PER_S)
+
+
+def test_enough_credit_covers_the_way_there_and_back_and_full_batches_to_run():
+    near = server("a", bytes_per_s=float("inf"), link_latency=0.0)
+    assert enough_credit(near, facts().shape) == 2 * 8, "one that runs and one to follow, the default"
+    two = msgspec.structs.replace(near, concurrency=2)
+    assert enough_credit(two, facts().shape) == 3 * 8
+    # 200 narrow tasks/s, and a message both ways behind the 80 ms of another batch's inputs beside its own
+    assert enough_credit(facts().servers["a"], facts().shape) == (2 + 5) * 8
 
 
 def test_a_block_is_back_after_the_queue_its_link_its_run_and_a_load():

@@ -19,7 +19,7 @@ SERVER = {"name": "a", "device": "cpu"}
         ({"servers": [SERVER], "workload": {"rat": 1}}, "workload.rat; the nearest valid one is workload.rate"),
         ({"servers": [{**SERVER, "max_batch": 0}]}, "servers.0.max_batch is 0; it must be above 0"),
         ({"servers": [{**SERVER, "vram_budget_gib": -1.0}]}, "servers.0.vram_budget_gib is -1"),
-        ({"servers": [{**SERVER, "credit_tasks": -4}]}, "servers.0.credit_tasks is -4"),
+        ({"servers": [{**SERVER, "credit_tasks": -4}]}, 'credit_tasks is -4; it must be "auto", or 1 or more'),
         ({"servers": [{**SERVER, "batch_window_ms": -1.0}]}, 'batch_window_ms is -1; it must be "auto", or 0'),
         ({"servers": [{**SERVER, "batch_window_ms": float("nan")}]}, "servers.0.batch_window_ms is nan"),
         ({"servers": [{**SERVER, "resources": {"GPU": -1}}]}, "servers.0.resources.GPU is -1; it must be above 0"),
@@ -70,7 +70,7 @@ def test_overrides_reach_into_lists_and_tables(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('[[servers]]\nname = "a"\ndevice = "cpu"\n')
     config = load_config(path, ("servers.0.max_batch=64", "workload.kind=bursty", "router.groups=[8]"))
-    assert (config.servers[0].max_batch, config.servers[0].credit) == (64, 128)
+    assert config.servers[0].max_batch == 64
     assert (config.workload.kind, config.router.groups) == ("bursty", (8,))
 
 
@@ -97,9 +97,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         load_config(tmp_path / "c.toml")
 
 
-def test_concurrency_and_credit_have_the_methods_defaults():
+def test_concurrency_has_the_methods_defaults():
     config = config_from({"servers": [{"name": "a", "device": "cpu"}, {"name": "b", "device": "cuda:0"}]})
-    assert [(s.concurrency, s.credit) for s in config.servers] == [(1, 64), (2, 64)]
+    assert [s.concurrency for s in config.servers] == [1, 2]
 
 
 def test_a_relative_path_starts_from_the_files_folder_where_it_exists_there(tmp_path, monkeypatch):

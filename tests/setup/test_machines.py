@@ -11,6 +11,8 @@ from slim_scheduler.setup.machines import (
     find_profile,
     in_items_per_second,
     load_profiles,
+    load_shape,
+    server_credit,
 )
 from tests.sim.clusters import small_cluster
 from tests.sim.devices import SEGMENTS, small_shape
@@ -35,6 +37,16 @@ def test_a_rate_in_multiples_of_the_narrowest_width_follows_the_servers(tmp_path
 def test_a_rate_in_items_per_second_stays(tmp_path: Path) -> None:
     config = small_cluster(tmp_path, workload={"rate": 50.0})
     assert in_items_per_second(config) is config
+
+
+@pytest.mark.parametrize(("asked", "credit"), [(None, 16), (5, 5), ("auto", 32)])
+def test_credit_is_the_methods_or_what_is_asked_for_or_covers_the_link(
+    tmp_path: Path, asked: int | str | None, credit: int
+) -> None:
+    config = small_cluster(tmp_path, [{"credit_tasks": asked}], network={"latency_ms": 10.0})
+    shape = load_shape(config)
+    assert server_credit(config, config.servers[0], shape, load_profiles(config, shape)["a"]) == credit
+    assert server_credit(config, config.servers[0], shape, None) == (5 if asked == 5 else 16)
 
 
 PROFILES = ("cpu-small", "cpu-bf16-small", "openvino-small", "gtx-980-ti", "rtx-2080-ti-small")

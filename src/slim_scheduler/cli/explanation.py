@@ -33,6 +33,7 @@ from slim_scheduler.setup.machines import (
     measure_command,
     router_facts,
     served_shape,
+    server_credit,
 )
 from slim_scheduler.setup.profiles import read_profile
 
@@ -137,7 +138,7 @@ def _data(config: Config) -> Iterator[Finding]:
 
 
 def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator[Finding]:
-    subject = f"server {server.name}"
+    subject, profile = f"server {server.name}", None
     path = find_profile(server, shape, Path(config.model.path))
     if path is None and server.device == "auto":
         yield Finding(subject, "note", "auto: no device was taken, so its speed is not known")
@@ -162,15 +163,20 @@ def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator
     window = "are held back as the profile says" if server.batch_window_ms == "auto" else "start at once"
     if isinstance(server.batch_window_ms, float) and server.batch_window_ms > 0:
         window = f"are held back up to {server.batch_window_ms:g} ms"
-    found = f"{at_once} of up to {server.max_batch} at a time, {server.credit} tasks on the way; tasks {window}"
+    credit = server_credit(config, server, shape, profile)
+    found = f"{at_once} of up to {server.max_batch} at a time, {credit} tasks on the way; tasks {window}"
     if server.max_upgrade is None and len(shape.widths) > 1:
         advice = f"max_upgrade = 0 for server {server.name}, if the width that is asked for is to be what runs"
         yield Finding(subject, "note", f"{found}; a wider instance that is free may run instead", advice)
     else:
         yield Finding(subject, "ok", found)
-    if max(config.router.groups) > server.credit:
-        found = f"groups of {max(config.router.groups)} are cut to the {server.credit} tasks it may be sent"
+    enough = server_credit(config, msgspec.structs.replace(server, credit_tasks="auto"), shape, profile)
+    if max(config.router.groups) > credit:
+        found = f"groups of {max(config.router.groups)} are cut to the {credit} tasks it may be sent"
         yield Finding(subject, "note", found, f"lower router.groups, or raise credit_tasks of server {server.name}")
+    elif credit < enough and config.network.latency_ms > 0:
+        found = f"{credit} tasks on the way may leave it short of work while some waits; {enough} are enough"
+        yield Finding(subject, "note", found, f'credit_tasks = "auto" for server {server.name}')
 
 
 def _memory(subject: str, server: ServerConfig, shape: ModelShape) -> Finding:

@@ -19,7 +19,7 @@ from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig
-from slim_scheduler.setup.machines import batch_time, build_server, load_profiles
+from slim_scheduler.setup.machines import batch_time, build_server, load_profiles, server_credit
 
 GIB = 2**30
 
@@ -87,7 +87,8 @@ def live_server(
         here = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
         sharing = len(here)
     probe = open_probe(server.device, power, sharing)
-    return LiveServer(scheduler, executor, probe, server.credit, shape.segments, margins)
+    credit = server_credit(config, server, shape, profile)
+    return LiveServer(scheduler, executor, probe, credit, shape.segments, margins)
 
 
 def _emulated(server: ServerConfig, shape: ModelShape, profile: Profile | None) -> BatchTime | None:

@@ -89,7 +89,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float | None, key("user", "how much wider than asked for an instance may be; none: any", least=0)
     ] = None
     credit_tasks: Annotated[
-        int | None, key("expert", "most tasks sent and not yet reported done; none: 2 x max_batch", above=0)
+        int | Literal["auto"] | None,
+        key(
+            "expert",
+            "most tasks sent and not yet reported done; none: 2 x max_batch; `auto`: by profile and link, so many that "
+            "the device is not short of work while some waits",
+        ),
     ] = None
     batch_window_ms: Annotated[
         float | Literal["auto"],
@@ -127,10 +132,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def on_cpu(self) -> bool:
         """Whether it computes on this process's own cores."""
         return self.device.startswith("cpu") or self.device.endswith(":CPU")
-
-    @property
-    def credit(self) -> int:
-        return self.credit_tasks or 2 * self.max_batch
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -591,6 +592,8 @@ def _check_servers(config: Config) -> None:
             raise ConfigError(
                 f'servers.{i}.batch_window_ms is {server.batch_window_ms:g}; it must be "auto", or 0 or more and finite'
             )
+        if isinstance(server.credit_tasks, int) and server.credit_tasks < 1:
+            raise ConfigError(f'servers.{i}.credit_tasks is {server.credit_tasks}; it must be "auto", or 1 or more')
         if server.tile != "auto" and server.tile < 1:
             raise ConfigError(f'servers.{i}.tile is {server.tile}; it must be "auto", or 1 or more')
         if server.slowdown_of == "profile" and server.concurrency > 1:

@@ -18,7 +18,7 @@ from slim_scheduler.core.dispatch.order import Order, RemainingTime
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
-from slim_scheduler.core.router.costs import batch_seconds, items_per_second
+from slim_scheduler.core.router.costs import batch_seconds, enough_credit, items_per_second
 from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
@@ -120,23 +120,33 @@ def carried_by_width(config: Config) -> dict[Width, float]:
 
 
 def router_facts(config: Config, shape: ModelShape, profiles: dict[ServerName, Profile]) -> RouterFacts:
-    servers = {
-        server.name: ServerFacts(
-            name=server.name,
-            profile=profiles[server.name],
-            latency=LatencyTable(profiles[server.name], server.max_batch),
-            slowdown=server.slowdown,
-            max_batch=server.max_batch,
-            concurrency=server.concurrency,
-            vram_budget=_budget(server),
-            link_latency=config.network.latency_ms / 1e3,
-            bytes_per_s=(config.network.shared_mbps or config.network.mbps) * BYTES_PER_S_OF_MBPS,
-            max_upgrade=server.max_upgrade,
-        )
-        for server in config.servers
-    }
+    servers = {server.name: _server_facts(config, server, profiles[server.name]) for server in config.servers}
     shared = config.network.shared_mbps is not None
     return RouterFacts(shape, config.router.groups, servers, config.network.activations, shared)
+
+
+def _server_facts(config: Config, server: ServerConfig, profile: Profile) -> ServerFacts:
+    return ServerFacts(
+        name=server.name,
+        profile=profile,
+        latency=LatencyTable(profile, server.max_batch),
+        slowdown=server.slowdown,
+        max_batch=server.max_batch,
+        concurrency=server.concurrency,
+        vram_budget=_budget(server),
+        link_latency=config.network.latency_ms / 1e3,
+        bytes_per_s=(config.network.shared_mbps or config.network.mbps) * BYTES_PER_S_OF_MBPS,
+        max_upgrade=server.max_upgrade,
+    )
+
+
+def server_credit(config: Config, server: ServerConfig, shape: ModelShape, profile: Profile | None) -> int:
+    """Tasks that the dispatcher lets a server have at once. Without a profile none can be counted automatically."""
+    if isinstance(server.credit_tasks, int):
+        return server.credit_tasks
+    if server.credit_tasks is None or profile is None:
+        return 2 * server.max_batch
+    return enough_credit(_server_facts(config, server, profile), shape)
 
 
 def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
@@ -230,7 +240,7 @@ def build_server(
         max_upgrade=server.max_upgrade,
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
         tile=None if server.tile == "auto" else server.tile,
-        credit=server.credit,
+        credit=server_credit(config, server, shape, profile),
         link_latency=config.network.latency_ms / 1e3,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )

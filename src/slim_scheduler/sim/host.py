@@ -50,7 +50,14 @@ from slim_scheduler.core.types import (
 )
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
-from slim_scheduler.setup.machines import build_dispatcher, build_server, load_profiles, load_shape, run_rng
+from slim_scheduler.setup.machines import (
+    build_dispatcher,
+    build_server,
+    load_profiles,
+    load_shape,
+    run_rng,
+    server_credit,
+)
 from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, ROUTE, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import SimulatedDevice
@@ -180,13 +187,14 @@ class Simulation:
             WakeAt: self._wake,
             RouteSoon: self._route_soon,
         }
-        self._begin(joins or {})
+        credits = {s.name: server_credit(config, s, shape, profiles[s.name]) for s in config.servers}
+        self._begin(joins or {}, credits)
 
-    def _begin(self, joins: Mapping[ServerName, Seconds]) -> None:
+    def _begin(self, joins: Mapping[ServerName, Seconds], credits: Mapping[ServerName, int]) -> None:
         agenda = self.agenda
         for server in self._config.servers:
             at, period = joins.get(server.name, 0.0), self._config.telemetry.period_s
-            agenda.at(at, FAULT, self._dispatch, ServerJoined(server.name, server.credit))
+            agenda.at(at, FAULT, self._dispatch, ServerJoined(server.name, credits[server.name]))
             agenda.at(at, SAMPLE, self._sample, (server.name, math.ceil(at / period)))
         for change in timeline(self._config.faults):
             self.schedule(change)

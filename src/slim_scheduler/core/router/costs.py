@@ -52,6 +52,18 @@ def items_per_second(server: ServerFacts, shape: ModelShape, width: Width) -> fl
     return server.max_batch / (server.slowdown * sum(seconds))
 
 
+def enough_credit(server: ServerFacts, shape: ModelShape) -> int:
+    """Tasks on the way to a server, there and back that keep it busy while work waits, by Little's law.
+
+    What it does at the narrowest width while a message goes both ways, its inputs and one other batch's before it on
+    the link; besides the batches that run and one to follow. In full batches: the rest of one would travel for itself.
+    """
+    full = server.max_batch
+    away = 2 * (server.link_latency + full * shape.input_bytes / server.bytes_per_s)
+    tasks_per_s = shape.segments / tuple_seconds(server, (shape.widths[0],) * shape.segments)
+    return full * (server.concurrency + 1 + math.ceil(tasks_per_s * away / full))
+
+
 def cluster_capacity(facts: RouterFacts) -> float:
     """Items per second of all servers at the middle width: the unit of a policy's rates."""
     width = facts.shape.widths[len(facts.shape.widths) // 2]

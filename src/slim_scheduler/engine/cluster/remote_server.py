@@ -41,6 +41,7 @@ class RemoteServer:
     def __init__(
         self,
         knobs: ServerConfig,
+        credit: int,
         spawn: Callable[[], Any],
         model: Any,
         clock: MonotonicClock,
@@ -49,7 +50,7 @@ class RemoteServer:
         hung_limit: Seconds,
     ) -> None:
         self.name = knobs.name
-        self.credit = knobs.credit
+        self.credit = credit
         self.incarnation = -1
         self.memory_used: Bytes = 0
         self.place = Place("", 0)
