@@ -48,8 +48,12 @@ def test_enough_credit_covers_the_way_there_and_back_and_full_batches_to_run():
     assert enough_credit(near, facts().shape) == 2 * 8, "one that runs and one to follow, the default"
     two = msgspec.structs.replace(near, concurrency=2)
     assert enough_credit(two, facts().shape) == 3 * 8
-    # 200 narrow tasks/s, and a message both ways behind the 80 ms of another batch's inputs beside its own
-    assert enough_credit(facts().servers["a"], facts().shape) == (2 + 5) * 8
+    # 200 narrow tasks/s, and a message both ways behind the 20 ms of another batch's inputs beside its own
+    far = msgspec.structs.replace(near, bytes_per_s=40_000.0, link_latency=0.001)
+    assert enough_credit(far, facts().shape) == (2 + 2) * 8
+    # over a slow link the device is short of work however much is on its way: 8 inputs take 8 s, and so on
+    slow = msgspec.structs.replace(near, bytes_per_s=100.0, link_latency=0.0)
+    assert enough_credit(slow, facts().shape) == (2 + 4) * 8
 
 
 def test_a_block_is_back_after_the_queue_its_link_its_run_and_a_load():

@@ -55,13 +55,14 @@ def items_per_second(server: ServerFacts, shape: ModelShape, width: Width) -> fl
 def enough_credit(server: ServerFacts, shape: ModelShape) -> int:
     """Tasks on the way to a server, there and back that keep it busy while work waits, by Little's law.
 
-    What it does at the narrowest width while a message goes both ways, its inputs and one other batch's before it on
-    the link; besides the batches that run and one to follow. In full batches: the rest of one would travel for itself.
+    What is done at the narrowest width, or of what the link brings, while a message goes both ways, its inputs and one
+    other batch's before it on the link; besides the batches that run and one to follow. In full batches: the rest of
+    one would travel for itself.
     """
-    full = server.max_batch
-    away = 2 * (server.link_latency + full * shape.input_bytes / server.bytes_per_s)
-    tasks_per_s = shape.segments / tuple_seconds(server, (shape.widths[0],) * shape.segments)
-    return full * (server.concurrency + 1 + math.ceil(tasks_per_s * away / full))
+    full, transfer = server.max_batch, shape.input_bytes / server.bytes_per_s
+    away = 2 * (server.link_latency + full * transfer)
+    seconds = max(transfer, tuple_seconds(server, (shape.widths[0],) * shape.segments))
+    return full * (server.concurrency + 1 + math.ceil(shape.segments * away / seconds / full))
 
 
 def cluster_capacity(facts: RouterFacts) -> float:
