@@ -12,6 +12,7 @@ from slim_scheduler.setup.machines import carried_by_width
 from tests.cli.conftest import ROOT, Slim
 from tests.model.plain_networks import HalfLowered, PlainResNet
 
+BELOW = Path("examples/reference/below.toml")
 DEMO = Path("examples/demo/cluster.toml")
 SHIPPED = sorted(
     path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.toml") if "[[servers]]" in path.read_text()
@@ -147,8 +148,7 @@ def test_what_auto_takes_here_is_told(tmp_path: Path):
 
 
 def test_a_simulated_device_is_not_tried():
-    below = Path("examples/reference/below.toml")
-    findings = explain(load_config(below, ["servers.0.precision=auto"]))
+    findings = explain(load_config(BELOW, ["servers.0.precision=auto"]))
     assert not [finding for finding in findings if finding.status == "problem"]
 
 
@@ -171,3 +171,19 @@ def test_a_precision_that_slices_do_not_run_in_is_a_problem(tmp_path: Path):
 def test_a_device_that_nothing_computes_on_is_a_problem():
     first = found("servers.0.device=gpu", subject="server fast")[0]
     assert (first.status, first.found) == ("problem", "gpu: no device that computes, and no profile of that name")
+
+
+def test_too_few_tasks_on_the_way_to_a_server_behind_a_link_are_told():
+    ok, note = found("servers.0.credit_tasks=64", subject="server turing-1", path=BELOW)[-2:]
+    assert (ok.status, "64 tasks on the way" in ok.found) == ("ok", True)
+    assert (note.status, "automatic are 384" in note.found) == ("note", True)
+    near = ("network.latency_ms=0", "network.mbps=1e6", "servers.0.credit_tasks=64")
+    assert [finding.status for finding in found(*near, subject="server turing-1", path=BELOW)] == ["ok"] * 3
+
+
+def test_a_profile_without_latencies_is_one_servers_problem(tmp_path):
+    profile = json.loads(Path("profiles/rtx-2080-ti.json").read_text())
+    (tmp_path / "none.json").write_text(json.dumps({**profile, "latency_rows": []}))
+    findings = explain(load_config(BELOW, (f"servers.0.profile={tmp_path / 'none.json'}",)))
+    assert "no latency rows" in next(f for f in findings if f.status == "problem" and "turing-1" in f.subject).found
+    assert {"server turing-1", "server turing-2", "server maxwell"} <= {finding.subject for finding in findings}

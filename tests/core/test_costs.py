@@ -5,7 +5,7 @@ from math import expm1
 import msgspec
 import pytest
 
-from slim_scheduler.core.router.costs import ServerCost, enough_credit, moved_bytes
+from slim_scheduler.core.router.costs import ServerCost, moved_bytes, tasks_to_stay_busy
 from slim_scheduler.core.router.learned.observation import TIME_SCALE, ExtendedEncoder
 from slim_scheduler.core.view import InstanceCount
 from tests.core.facts import WIDTHS, cluster, seen, server, view
@@ -43,17 +43,19 @@ def test_inputs_move_always_and_activations_when_they_leave_home(what, to, moves
     assert ServerCost(known.servers[to], known).transfer(what, 8) == pytest.approx(0.002 + 8 * size / BYTES_PER_S)
 
 
-def test_enough_credit_covers_the_way_there_and_back_and_full_batches_to_run():
+def test_tasks_that_keep_a_server_busy_cover_the_way_there_and_back_and_full_batches_to_run():
     near = server("a", bytes_per_s=float("inf"), link_latency=0.0)
-    assert enough_credit(near, facts().shape) == 2 * 8, "one that runs and one to follow, the default"
+    assert tasks_to_stay_busy(near, facts().shape) == 2 * 8, "one that runs and one to follow"
     two = msgspec.structs.replace(near, concurrency=2)
-    assert enough_credit(two, facts().shape) == 3 * 8
+    assert tasks_to_stay_busy(two, facts().shape) == 3 * 8
     # 200 narrow tasks/s, and a message both ways behind the 20 ms of another batch's inputs beside its own
     far = msgspec.structs.replace(near, bytes_per_s=40_000.0, link_latency=0.001)
-    assert enough_credit(far, facts().shape) == (2 + 2) * 8
+    assert tasks_to_stay_busy(far, facts().shape) == (2 + 2) * 8
     # over a slow link the device is short of work however much is on its way: 8 inputs take 8 s, and so on
     slow = msgspec.structs.replace(near, bytes_per_s=100.0, link_latency=0.0)
-    assert enough_credit(slow, facts().shape) == (2 + 4) * 8
+    assert tasks_to_stay_busy(slow, facts().shape) == (2 + 4) * 8
+    for odd in ({"bytes_per_s": 1e-320}, {"link_latency": 1e308}):
+        assert tasks_to_stay_busy(msgspec.structs.replace(near, **odd), facts().shape) == (2 + 128) * 8
 
 
 def test_a_block_is_back_after_the_queue_its_link_its_run_and_a_load():

@@ -2,17 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slim_scheduler.core.errors import ProfileError
+from slim_scheduler.setup.config import NetworkConfig
 from slim_scheduler.setup.machines import (
+    allowed_tasks,
     build_dispatcher,
     carried_by_width,
     find_profile,
     in_items_per_second,
     load_profiles,
     load_shape,
-    server_credit,
 )
 from tests.sim.clusters import small_cluster
 from tests.sim.devices import SEGMENTS, small_shape
@@ -45,8 +47,10 @@ def test_credit_is_the_methods_or_what_is_asked_for_or_covers_the_link(
 ) -> None:
     config = small_cluster(tmp_path, [{"credit_tasks": asked}], network={"latency_ms": 10.0})
     shape = load_shape(config)
-    assert server_credit(config, config.servers[0], shape, load_profiles(config, shape)["a"]) == credit
-    assert server_credit(config, config.servers[0], shape, None) == (5 if asked == 5 else 16)
+    assert allowed_tasks(config, config.servers[0], shape, load_profiles(config, shape)["a"]) == credit
+    assert allowed_tasks(config, config.servers[0], shape, None) == (5 if asked == 5 else 16)
+    near = msgspec.structs.replace(config, network=NetworkConfig())
+    assert allowed_tasks(near, near.servers[0], shape, load_profiles(config, shape)["a"]) == (5 if asked == 5 else 16)
 
 
 PROFILES = ("cpu-small", "cpu-bf16-small", "openvino-small", "gtx-980-ti", "rtx-2080-ti-small")

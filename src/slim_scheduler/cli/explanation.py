@@ -21,9 +21,10 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, Width
 from slim_scheduler.run.runs import accuracy_table, check_data
 from slim_scheduler.setup.accuracy_files import least_precision, table_file
-from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig, WorkloadConfig
+from slim_scheduler.setup.config import NO_LIMIT_MBPS, Config, ServerConfig, WorkloadConfig
 from slim_scheduler.setup.machines import (
     LIVE_KINDS,
+    allowed_tasks,
     build_router,
     fallback_name,
     find_profile,
@@ -33,7 +34,6 @@ from slim_scheduler.setup.machines import (
     measure_command,
     router_facts,
     served_shape,
-    server_credit,
 )
 from slim_scheduler.setup.profiles import read_profile
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 FULL = 0.9  # of what is carried: above it queues are long whoever routes
 MIB = float(1 << 20)
-NO_LIMIT_MBPS = NetworkConfig().mbps
 
 
 def explain(config: Config, show: Show = lambda share, now="": None) -> list[Finding]:
@@ -163,19 +162,25 @@ def _server(server: ServerConfig, config: Config, shape: ModelShape) -> Iterator
     window = "are held back as the profile says" if server.batch_window_ms == "auto" else "start at once"
     if isinstance(server.batch_window_ms, float) and server.batch_window_ms > 0:
         window = f"are held back up to {server.batch_window_ms:g} ms"
-    credit = server_credit(config, server, shape, profile)
+    try:
+        credit, enough = (
+            allowed_tasks(config, asked, shape, profile)
+            for asked in (server, msgspec.structs.replace(server, credit_tasks="auto"))
+        )
+    except InputError as error:
+        yield Finding(subject, "problem", str(error))
+        return
     found = f"{at_once} of up to {server.max_batch} at a time, {credit} tasks on the way; tasks {window}"
     if server.max_upgrade is None and len(shape.widths) > 1:
         advice = f"max_upgrade = 0 for server {server.name}, if the width that is asked for is to be what runs"
         yield Finding(subject, "note", f"{found}; a wider instance that is free may run instead", advice)
     else:
         yield Finding(subject, "ok", found)
-    enough = server_credit(config, msgspec.structs.replace(server, credit_tasks="auto"), shape, profile)
     if max(config.router.groups) > credit:
         found = f"groups of {max(config.router.groups)} are cut to the {credit} tasks it may be sent"
         yield Finding(subject, "note", found, f"lower router.groups, or raise credit_tasks of server {server.name}")
-    elif credit < enough and config.network.latency_ms > 0:
-        found = f"{credit} tasks on the way may leave it short of work while some waits; {enough} are enough"
+    elif credit < enough and not _is_live(server) and config.network.shared_mbps is None:
+        found = f"{credit} tasks on the way may leave it short of work while some waits; automatic are {enough}"
         yield Finding(subject, "note", found, f'credit_tasks = "auto" for server {server.name}')
 
 

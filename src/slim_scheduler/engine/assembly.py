@@ -19,7 +19,7 @@ from slim_scheduler.engine.probe import open_probe
 from slim_scheduler.model.protocol import SlimmableModel
 from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
 from slim_scheduler.setup.config import Config, NetworkConfig, ServerConfig
-from slim_scheduler.setup.machines import batch_time, build_server, load_profiles, server_credit
+from slim_scheduler.setup.machines import allowed_tasks, batch_time, build_server, load_profiles
 
 GIB = 2**30
 
@@ -87,7 +87,7 @@ def live_server(
         here = [other for other in config.servers if other.device == server.device or (other.on_cpu and server.on_cpu)]
         sharing = len(here)
     probe = open_probe(server.device, power, sharing)
-    credit = server_credit(config, server, shape, profile)
+    credit = allowed_tasks(config, server, shape, profile)
     return LiveServer(scheduler, executor, probe, credit, shape.segments, margins)
 
 

@@ -92,8 +92,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int | Literal["auto"] | None,
         key(
             "expert",
-            "most tasks sent and not yet reported done; none: 2 x max_batch; `auto`: by profile and link, so many that "
-            "the device is not short of work while some waits",
+            "most tasks sent and not yet reported done; none: 2 x max_batch; `auto`: where `[network]` takes time and "
+            "there is a profile, about as many as keep the device busy while work waits",
         ),
     ] = None
     batch_window_ms: Annotated[
@@ -161,13 +161,20 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     no_server_timeout_s: Annotated[float, key("expert", "items fail after so long without any server", above=0)] = 30.0
 
 
+NO_LIMIT_MBPS = 1e6  # that inputs take microseconds
+
+
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The simulated network; live clusters have a real one."""
 
     latency_ms: Annotated[float, key("user", "of every message, each way", least=0)] = 0.0
-    mbps: Annotated[float, key("user", "per server and direction", above=0)] = 1e6
+    mbps: Annotated[float, key("user", "per server and direction", above=0)] = NO_LIMIT_MBPS
     shared_mbps: Annotated[float | None, key("user", "one medium for all servers, instead of `mbps`", above=0)] = None
     activations: Annotated[bool, key("paper", "false: only the input's bytes are charged")] = True
+
+    @property
+    def takes_time(self) -> bool:
+        return self.latency_ms > 0 or self.shared_mbps is not None or self.mbps < NO_LIMIT_MBPS
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from slim_scheduler.core.dispatch.order import Order, RemainingTime
 from slim_scheduler.core.errors import CheckpointError, ConfigError, ProfileError
 from slim_scheduler.core.profile import LatencyTable, Profile
 from slim_scheduler.core.router.base import Escalation, Router, RouterFacts, ServerFacts
-from slim_scheduler.core.router.costs import batch_seconds, enough_credit, items_per_second
+from slim_scheduler.core.router.costs import batch_seconds, items_per_second, tasks_to_stay_busy
 from slim_scheduler.core.server.pace import Pace
 from slim_scheduler.core.server.scheduler import ServerKnobs, ServerScheduler
 from slim_scheduler.core.server.window import BatchTime
@@ -140,13 +140,13 @@ def _server_facts(config: Config, server: ServerConfig, profile: Profile) -> Ser
     )
 
 
-def server_credit(config: Config, server: ServerConfig, shape: ModelShape, profile: Profile | None) -> int:
-    """Tasks that the dispatcher lets a server have at once. Without a profile none can be counted automatically."""
+def allowed_tasks(config: Config, server: ServerConfig, shape: ModelShape, profile: Profile | None) -> int:
+    """Tasks that the dispatcher lets a server have at once. Raises ProfileError for a profile without latencies."""
     if isinstance(server.credit_tasks, int):
         return server.credit_tasks
-    if server.credit_tasks is None or profile is None:
+    if server.credit_tasks is None or profile is None or not config.network.takes_time:
         return 2 * server.max_batch
-    return enough_credit(_server_facts(config, server, profile), shape)
+    return tasks_to_stay_busy(_server_facts(config, server, profile), shape)
 
 
 def build_router(name: str, config: Config, shape: ModelShape, profiles: dict[ServerName, Profile] | None) -> Router:
@@ -240,7 +240,7 @@ def build_server(
         max_upgrade=server.max_upgrade,
         batch_window=None if server.batch_window_ms == "auto" else server.batch_window_ms / 1e3,
         tile=None if server.tile == "auto" else server.tile,
-        credit=server_credit(config, server, shape, profile),
+        credit=allowed_tasks(config, server, shape, profile),
         link_latency=config.network.latency_ms / 1e3,
         awaits_return=config.dispatch.reentry == "oldest-item" and _dispatcher_is_near(config),
     )

@@ -51,12 +51,12 @@ from slim_scheduler.core.types import (
 from slim_scheduler.core.view import View
 from slim_scheduler.setup.config import Config
 from slim_scheduler.setup.machines import (
+    allowed_tasks,
     build_dispatcher,
     build_server,
     load_profiles,
     load_shape,
     run_rng,
-    server_credit,
 )
 from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, ROUTE, SAMPLE, TIMER, Agenda
@@ -187,7 +187,7 @@ class Simulation:
             WakeAt: self._wake,
             RouteSoon: self._route_soon,
         }
-        credits = {s.name: server_credit(config, s, shape, profiles[s.name]) for s in config.servers}
+        credits = {s.name: allowed_tasks(config, s, shape, profiles[s.name]) for s in config.servers}
         self._begin(joins or {}, credits)
 
     def _begin(self, joins: Mapping[ServerName, Seconds], credits: Mapping[ServerName, int]) -> None:

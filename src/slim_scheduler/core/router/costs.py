@@ -13,6 +13,8 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Bytes, Seconds, ServerName, Width, WidthTuple
 from slim_scheduler.core.view import Head, ServerReport, ServerView, View
 
+MOST_AWAY = 128  # batches that are on their way to a server beside those that run, whatever the link
+
 
 def moved_bytes(facts: RouterFacts, head: Head, server: ServerName) -> Bytes:
     """What one of the head's tasks takes to a server: its input, or its activation where that must move."""
@@ -52,17 +54,18 @@ def items_per_second(server: ServerFacts, shape: ModelShape, width: Width) -> fl
     return server.max_batch / (server.slowdown * sum(seconds))
 
 
-def enough_credit(server: ServerFacts, shape: ModelShape) -> int:
-    """Tasks on the way to a server, there and back that keep it busy while work waits, by Little's law.
+def tasks_to_stay_busy(server: ServerFacts, shape: ModelShape) -> int:
+    """How many tasks on the way to a server, there and back, keep it busy while work waits, by Little's law.
 
-    What is done at the narrowest width, or of what the link brings, while a message goes both ways, its inputs and one
-    other batch's before it on the link; besides the batches that run and one to follow. In full batches: the rest of
-    one would travel for itself.
+    As many as it does at the narrowest width, or as its link brings inputs for where that is less, while a message goes
+    both ways, its own inputs and another batch's before it on the link; beside the batches that run and one to follow.
+    In full batches, since the rest of one would travel for itself. Where the link is slower than the device, more would
+    carry a few per cent more (lab/2026-11-windows.md). A shared medium is taken for the server's own.
     """
     full, transfer = server.max_batch, shape.input_bytes / server.bytes_per_s
     away = 2 * (server.link_latency + full * transfer)
     seconds = max(transfer, tuple_seconds(server, (shape.widths[0],) * shape.segments))
-    return full * (server.concurrency + 1 + math.ceil(shape.segments * away / seconds / full))
+    return full * (server.concurrency + 1 + math.ceil(min(MOST_AWAY, shape.segments * away / seconds / full)))
 
 
 def cluster_capacity(facts: RouterFacts) -> float:

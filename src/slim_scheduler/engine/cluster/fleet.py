@@ -37,7 +37,7 @@ from slim_scheduler.engine.cluster.wire import BlockMessage, PollReply
 from slim_scheduler.engine.host import DISPATCHER, FleetParts, Host
 from slim_scheduler.engine.local.server import reason
 from slim_scheduler.setup.config import ServerConfig
-from slim_scheduler.setup.machines import server_credit
+from slim_scheduler.setup.machines import allowed_tasks
 
 START_LIMIT: Seconds = 180.0  # for Ray to find a place for every server, and for torch to load there
 HUNG_LIMIT: Seconds = 30.0  # a server silent for so long is started anew
@@ -163,7 +163,7 @@ class ClusterFleet:
         arguments = (self.config, knobs.name, parts.shape, parts.profiles, parts.margins)
         return RemoteServer(
             knobs,
-            server_credit(self.config, knobs, parts.shape, (parts.profiles or {}).get(knobs.name)),
+            allowed_tasks(self.config, knobs, parts.shape, (parts.profiles or {}).get(knobs.name)),
             lambda: self._connection.place(ServerActor, knobs, arguments),
             self._model,
             self._host.clock,
