@@ -1,14 +1,15 @@
 """Is the first router of a comparison better than the others? Prints the tables of docs/reference-cluster.md.
 
-    slim compare -c examples/reference/below-256.toml --set workload.rate=6094 --seeds 10 --seed 100 --out runs/below-0.7 \
+    slim compare -c examples/reference/below-256.toml --set workload.rate=6094 --seeds 10 --seed 100 \
+        --out runs/below-0.7 \
         --routers ppo:examples/reference/policies/responsive,lp,cost-model:0.25,cost-model:0.5,slackfit,reward-greedy
     python examples/reference/verdict.py runs/below-0.7
 
 Heuristics take an hour and change seldom. `--against` adds rows that were computed before, on the same seeds and by the
 same rules: those of results/ are of the seeds 100 to 109, runs of 10 s at 0.5 and 0.7 and of 60 s elsewhere.
 
-    slim compare -c examples/reference/below-256.toml --set workload.rate=8271 --set reward.beta=0.05 --seeds 10 \
-        --seed 100 --out runs/below-0.95 --routers ppo:examples/reference/policies/responsive
+    slim compare -c examples/reference/below-256.toml --set workload.rate=8271 --set reward.beta=0.05 \
+        --seeds 10 --seed 100 --out runs/below-0.95 --routers ppo:examples/reference/policies/responsive
     python examples/reference/verdict.py runs/below-0.95 --against examples/reference/results/below-0.95.json
 
 For item p99 and device energy per item it takes the best of the others that are at least as accurate; for the reward
