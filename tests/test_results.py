@@ -3,13 +3,21 @@
 import gzip
 import re
 import sys
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from slim_scheduler.core.errors import ConfigError, RouterError
+from slim_scheduler.core.router.heuristics import width_tuple
+from slim_scheduler.core.router.plan.program import PlanProgram
+from slim_scheduler.core.types import WidthTuple
 from slim_scheduler.run.provenance import measured_commit
+from slim_scheduler.setup.accuracy_files import accuracy_path, read_accuracy
+from slim_scheduler.setup.config import load_config
+from slim_scheduler.setup.machines import load_profiles, load_shape, router_facts
 
 REFERENCE = Path("examples/reference")
 PAGE = Path("docs/reference-cluster.md")
@@ -156,3 +164,43 @@ def test_real_arrivals_are_sped_up_to_the_load_and_a_run_replays_each(results, t
     assert results.run(experiment, stored, out, 1, tmp_path) == 1
     (made,) = results.read_store(stored, "real").runs
     assert made.metrics["items_arrived"] == made.metrics["items_completed"] == 12  # four requests of three, in 0.6 s
+
+
+class _Alone(NamedTuple):
+    """Accuracies with which a program's best plan is this width tuple for all that comes, where it can be carried."""
+
+    widths: WidthTuple
+
+    def top1(self, widths: WidthTuple) -> float:
+        return float(widths == self.widths)
+
+
+def test_fixed_widths_are_the_most_accurate_that_can_be_carried(results):
+    listed = {(e.config, load, fixed) for e in results.read_experiments().values() for load, fixed in e.fixed.items()}
+    assert len(listed) >= 4
+    for name, load, fixed in listed:
+        config = load_config(REFERENCE / name)
+        shape = load_shape(config)
+        facts = router_facts(config, shape, load_profiles(config, shape))
+        rate = float(load) * results.highest_load(REFERENCE / name)
+        tuples = product(shape.widths, repeat=shape.segments)
+        for widths in sorted(tuples, key=read_accuracy(accuracy_path(config)).top1, reverse=True):
+            plan = PlanProgram(facts, _Alone(widths), rho=0.97).most_accurate(rate)
+            if plan is not None and plan.accuracy > 1 - 1e-6:
+                break
+        assert widths == width_tuple(fixed, shape), f"{name} at {load}"
+
+
+def test_a_router_with_fixed_widths_has_those_of_its_load_and_comes_once(results):
+    experiment = results.Experiment(
+        name="fixed",
+        says="Fixed.",
+        config="cluster.toml",
+        routers=("auto", "cost-model:W", "cost-model:0.25"),
+        seeds=(0, 1),
+        columns="items",
+        loads={"low": (), "high": ()},
+        fixed={"low": "0.25/0.5", "high": "0.25"},
+    )
+    assert experiment.routers_at("low") == ("auto", "cost-model:0.25/0.5", "cost-model:0.25")
+    assert experiment.routers_at("high") == ("auto", "cost-model:0.25")

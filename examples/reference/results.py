@@ -88,7 +88,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     of the highest load that the configuration's cluster carries (`slim frontier`), rounded to whole items per second.
 
     `trace` is a file of arrival times in the folder SLIM_TRACES, sped up until its mean is the load's `workload.rate`.
-    The seed then decides only which images arrive.
+    The seed then decides only which images arrive. `W` in a router's name stands for the load's width tuple in `fixed`.
     """
 
     name: str
@@ -100,6 +100,11 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     set: tuple[str, ...] = ()
     trace: str = ""
     loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})
+    fixed: dict[str, str] = {}
+
+    def routers_at(self, load: str) -> tuple[str, ...]:
+        """Every router once, by its whole name."""
+        return tuple(dict.fromkeys(router.replace(":W", f":{self.fixed.get(load, 'W')}") for router in self.routers))
 
     @property
     def each_seed(self) -> range:
@@ -189,8 +194,8 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
     store = read_store(stored, experiment.name)
     made = 0
     for load in experiment.loads:
-        marks = {router: made_of(experiment, load, router, folder) for router in experiment.routers}
-        names = {whole_name(router): router for router in experiment.routers}
+        names = {whole_name(router): router for router in experiment.routers_at(load)}
+        marks = {router: made_of(experiment, load, router, folder) for router in names.values()}
         config = configured(experiment, load, folder)
         plan = [
             trial
@@ -223,9 +228,9 @@ def check(
     Returns how many were made, and what came out otherwise.
     """
     store, seed = read_store(stored, experiment.name), experiment.seeds[0]
-    names = {whole_name(router): router for router in experiment.routers}
     made, otherwise = 0, []
     for load in experiment.loads:
+        names = {whole_name(router): router for router in experiment.routers_at(load)}
         before = {
             router: store.of(load, router, [seed], made_of(experiment, load, router, folder))
             for router in names.values()
@@ -278,16 +283,16 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
     rows = {
         (load, router): store.of(load, router, seeds, made_of(experiment, load, router, folder))
         for load in experiment.loads
-        for router in experiment.routers
+        for router in experiment.routers_at(load)
     }
-    wanted = len(experiment.routers) * len(seeds)
-    there = {load: sum(len(rows[load, router]) for router in experiment.routers) for load in experiment.loads}
+    wanted = {load: len(experiment.routers_at(load)) * len(seeds) for load in experiment.loads}
+    there = {load: sum(len(rows[load, router]) for router in experiment.routers_at(load)) for load in wanted}
     needs = "SLIM_TRACES=FOLDER " if experiment.trace else ""
     command = f"`{needs}python examples/reference/results.py {experiment.name}`"
-    rows = {key: runs for key, runs in rows.items() if there[key[0]] == wanted}
+    rows = {key: runs for key, runs in rows.items() if there[key[0]] == wanted[key[0]]}
     if not rows:
         return (
-            f"{experiment.says}\n{sum(there.values())} of {wanted * len(there)} runs are stored; "
+            f"{experiment.says}\n{sum(there.values())} of {sum(wanted.values())} runs are stored; "
             f"the others: {command}.\n"
         )
     commits = sorted({run.commit[:12] for runs in rows.values() for run in runs.values()})
@@ -317,7 +322,7 @@ def table(experiment: Experiment, store: Store, folder: Path = HERE) -> str:
         f"Simulated; seeds {seeds[0]} to {seeds[-1]}, mean ± 95 % interval.",
         f"Commit {', '.join(f'`{commit}`' for commit in commits)}; {command}.",
     ]
-    said += [f"Load {load} is not whole: {n} of {wanted} runs." for load, n in there.items() if n < wanted]
+    said += [f"Load {load} is not whole: {n} of {wanted[load]} runs." for load, n in there.items() if n < wanted[load]]
     return "\n".join([*said, "", *lines]) + "\n"
 
 
@@ -349,7 +354,7 @@ def _lines(experiment: Experiment, store: Store, measures: Sequence[Measure]) ->
     for load in experiment.loads:
         runs = {
             router: store.of(load, router, experiment.each_seed, made_of(experiment, load, router))
-            for router in experiment.routers
+            for router in experiment.routers_at(load)
         }
         if any(len(of) < len(experiment.each_seed) for of in runs.values()):
             continue
