@@ -176,19 +176,21 @@ class _Alone(NamedTuple):
 
 
 def test_fixed_widths_are_the_most_accurate_that_can_be_carried(results):
-    listed = {(e.config, load, fixed) for e in results.read_experiments().values() for load, fixed in e.fixed.items()}
+    experiments = results.read_experiments().values()
+    listed = {
+        (e.config, results.configured(e, load).workload.rate, of) for e in experiments for load, of in e.fixed.items()
+    }
     assert len(listed) >= 4
-    for name, load, fixed in listed:
+    for name, rate, fixed in listed:
         config = load_config(REFERENCE / name)
         shape = load_shape(config)
         facts = router_facts(config, shape, load_profiles(config, shape))
-        rate = float(load) * results.highest_load(REFERENCE / name)
         tuples = product(shape.widths, repeat=shape.segments)
         for widths in sorted(tuples, key=read_accuracy(accuracy_path(config)).top1, reverse=True):
             plan = PlanProgram(facts, _Alone(widths), rho=0.97).most_accurate(rate)
             if plan is not None and plan.accuracy > 1 - 1e-6:
                 break
-        assert widths == width_tuple(fixed, shape), f"{name} at {load}"
+        assert widths == width_tuple(fixed, shape), f"{name} at {rate:g}"
 
 
 def test_a_router_with_fixed_widths_has_those_of_its_load_and_comes_once(results):
