@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from slim_scheduler.cli.comparing import compare
 from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.cifar import RECORD_BYTES
 from slim_scheduler.model.shape import shape_of
@@ -174,19 +175,18 @@ def test_a_shipped_policy_says_what_it_was_trained_for(policy):
     assert {key: trained_with[key] for key in same} == {key: settings[key] for key in same}
 
 
-@pytest.mark.parametrize("results", sorted((REFERENCE / "results").glob("*-0.*.json")), ids=lambda path: path.stem)
-def test_a_policy_is_judged_by_rows_that_were_computed_before(monkeypatch, capsys, tmp_path, results):
+def test_a_comparison_is_judged_by_its_first_router(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "path", [str(REFERENCE), *sys.path])
     from verdict import main
 
-    rows = json.loads(results.read_text())
-    (tmp_path / "compare.json").write_text(json.dumps(rows[:1]))
-    monkeypatch.setattr(sys, "argv", ["verdict.py", str(tmp_path), "--against", str(results)])
+    names = ["cost-model:0.25", "cost-model:1"]
+    short = ["workload.duration_s=0.5", "workload.warmup_s=0.1"]
+    compare(REFERENCE / "below.toml", ",".join(names), seeds=2, out=tmp_path, workers=1, overrides=short)
+    monkeypatch.setattr(sys, "argv", ["verdict.py", str(tmp_path)])
     main()
     printed = capsys.readouterr().out
-    assert all(f"| {row['router']} |" in printed for row in rows)
-    best = max(rows, key=lambda row: sum(row["metrics"]["reward.mean"]["runs"]))["router"]
-    assert re.search(rf"reward: .* % against {re.escape(best)}$", printed, re.MULTILINE)
+    assert all(f"| {name} |" in printed for name in names)
+    assert re.search(r"reward: \S+ ± \S+ % against cost-model:1$", printed, re.MULTILINE)
 
 
 def test_the_verdict_is_against_the_best_of_those_who_are_as_accurate(monkeypatch):

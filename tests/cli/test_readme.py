@@ -31,6 +31,21 @@ def test_every_slim_command_of_the_readme_has_the_options_it_is_given(slim: Slim
         assert slim(*arguments, "--help").code == 0, line
 
 
+def test_the_table_of_the_day_is_that_of_its_stored_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/demo"))
+    import day_table
+
+    assert day_table.MARKED.search(README)
+    assert day_table.page(README) == README, "the table is stale; `python examples/demo/day_table.py` makes it again"
+    stored = json.loads((day_table.STORED / "day.json").read_text())
+    runs = {(run["mode"], run["router"], run["seed"]) for run in stored["runs"]}
+    assert runs == set(product(day_table.MODES, day_table.ROUTERS, range(3)))
+    assert all(run["metrics"]["generator_lag_s.p99"] <= 0.005 for run in stored["runs"] if run["mode"] == "live")
+    stored["runs"][0]["metrics"]["latency_s.p99"] += 1
+    (tmp_path / "day.json").write_text(json.dumps(stored))
+    assert day_table.page(README, tmp_path) != README
+
+
 def test_the_makefile_has_the_readmes_targets() -> None:
     targets = re.findall(r"^make (\w+)", "\n".join(block for _, block in BLOCKS), re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()

@@ -240,7 +240,7 @@ def test_a_client_that_sends_its_end_after_the_request_is_answered(server, image
             assert wire.closed()
 
 
-@pytest.mark.skipif(not KSERVE_PYTHON.exists(), reason="kserve has its own environment; `make kserve` makes it")
+@pytest.mark.skipif(not KSERVE_PYTHON.exists(), reason="`make .venv-kserve/.installed` makes kserve's environment")
 @pytest.mark.parametrize("protocol", ["rest", "grpc"])
 def test_kserve_client(server, images, expected, protocol, tmp_path):
     """In a process of its own: its gRPC stubs and tritonclient's cannot be loaded together."""
