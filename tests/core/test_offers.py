@@ -175,7 +175,9 @@ def test_an_offer_that_would_be_late_behind_those_that_wait_is_refused():
     assert gone.reason == "the deadline passed before the request could be taken; allow more time"
     assert not replies(offer(made, 2, 1.1, deadline=9.0))
     assert not replies(offer(made, 3, 1.1))
-    assert not replies(offer(made, 4, 1.1, deadline=3.0, accuracy_floor=0.9)), "it may be one that nothing reaches"
+    (never,) = replies(offer(made, 4, 1.1, deadline=9.0, accuracy_floor=0.9))
+    assert "accuracy_floor needs a model with measured accuracy" in never.reason
+    assert never.retry_after is None
 
 
 def test_the_like_of_a_refused_offer_is_refused_and_would_be_if_it_were_offered_while_nothing_happens():

@@ -16,7 +16,7 @@ from slim_scheduler.core.messages import (
 )
 from slim_scheduler.core.types import Block, Outcome, Request, Task
 from slim_scheduler.setup.config import Config, FaultConfig
-from slim_scheduler.sim.faults import LATEST_DELIVERY, MessageFaults, random_faults, timeline
+from slim_scheduler.sim.faults import LATEST_DELIVERY, ActiveFaults, FaultChange, MessageFaults, random_faults, timeline
 from slim_scheduler.sim.host import Simulation
 from tests.sim.clusters import NOBODY, Journal, run_requests, small_cluster
 
@@ -45,17 +45,44 @@ def test_faults_begin_and_end_in_the_order_of_time() -> None:
     assert changes == [(1.0, True, "slow"), (2.0, True, "crash"), (4.0, False, "slow")]
 
 
+def test_the_end_of_a_fault_does_not_end_another_of_its_kind() -> None:
+    faults = ActiveFaults()
+    long, short = [FaultConfig(server="a", at_s=0.0, kind="slow", factor=factor) for factor in (2.0, 5.0)]
+    drops = [FaultConfig(server="a", at_s=0.0, kind="drop-messages", share=share) for share in (0.5, 0.1)]
+    crashes = [FaultConfig(server="a", at_s=0.0, kind=kind) for kind in ("crash", "exit", "hang")]
+    for fault in (long, *drops, *crashes, short):
+        faults.change(FaultChange(0.0, True, fault))
+    assert (faults.factor, faults.shares, faults.dead, faults.hung) == (5.0, {"drop-messages": 0.1}, True, True)
+    for fault in (short, drops[1], crashes[0]):
+        faults.change(FaultChange(1.0, False, fault))
+    assert (faults.factor, faults.shares, faults.dead, faults.hung) == (2.0, {"drop-messages": 0.5}, True, True)
+    faults.change(FaultChange(1.0, False, crashes[1]))
+    assert (faults.dead, faults.hung) == (False, True)
+    faults.change(FaultChange(2.0, True, FaultConfig(server="a", at_s=2.0, kind="recover")))
+    assert (faults.factor, faults.shares, faults.dead, faults.hung) == (1.0, {}, False, False)
+
+
+def test_a_server_that_crashes_while_it_hangs_hangs_on_when_it_is_back(tmp_path: Path) -> None:
+    faults = [
+        {"server": "a", "at_s": 1.1, "kind": "hang", "duration_s": 3.0},
+        {"server": "a", "at_s": 1.2, "kind": "crash", "duration_s": 1.0},
+    ]
+    config = small_cluster(tmp_path, [{}, {}], faults=faults, workload={"duration_s": 8.0})
+    journal = run_requests(config, [Request(0, (0,), 1.0)], "round-robin:0.5")
+    reports = [c.report for _, c in journal.commands(ServerReported) if c.report.server == "a"]
+    assert not [r.made_at for r in reports if 1.1 < r.made_at < 4.1]
+    assert {r.incarnation for r in reports if r.made_at >= 4.1} == {1}
+
+
 def test_messages_are_lost_doubled_and_late_at_their_shares() -> None:
     faults = MessageFaults(default_rng(0))
     assert faults.deliveries(5.0) == [5.0]
-    faults.begin(FaultConfig(server="a", at_s=0.0, kind="drop-messages", share=0.3))
+    faults.shares = {"drop-messages": 0.3}
     arrived = [faults.deliveries(5.0) for _ in range(2000)]
     assert sum(not copies for copies in arrived) == pytest.approx(600, abs=60)
-    faults.clear()
-    faults.begin(FaultConfig(server="a", at_s=0.0, kind="duplicate-messages", share=1.0))
+    faults.shares = {"duplicate-messages": 1.0}
     assert all(5.0 == first <= second <= 5.0 + LATEST_DELIVERY for first, second in [faults.deliveries(5.0)])
-    faults.end("duplicate-messages")
-    faults.begin(FaultConfig(server="a", at_s=0.0, kind="delay-messages", share=1.0))
+    faults.shares = {"delay-messages": 1.0}
     (late,) = faults.deliveries(5.0)
     assert 5.0 < late < 5.0 + LATEST_DELIVERY
 

@@ -7,6 +7,7 @@ concurrent batches slow each other, and how a busy device slows down, are curves
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf, isfinite
 
 import msgspec
 
@@ -45,6 +46,12 @@ class Latency(msgspec.Struct, frozen=True):
     mean: tuple[Seconds, ...] = ()
     deviation: tuple[Seconds, ...] = ()
 
+    @property
+    def measured(self) -> dict[str, tuple[Seconds, ...]]:
+        """What there is of it, by name; the medians always."""
+        further = {"spread": self.spread, "mean": self.mean, "deviation": self.deviation}
+        return {"seconds": self.seconds, **{name: values for name, values in further.items() if values}}
+
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """One device running one network.
@@ -68,6 +75,38 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     sharing: tuple[float, ...] = (1.0,)
     notes: str = ""
     versions: dict[str, str] = {}
+
+    def check(self) -> None:
+        """Raises ProfileError where a length or a value makes no sense."""
+        sizes = self.batches
+        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ProfileError(f"batches are {list(sizes)}; they must be at least one, ascending, from 1 on")
+        if not self.latency_rows:
+            raise ProfileError("latency_rows are empty; `slim measure` writes them")
+        for row in self.latency_rows:
+            where = f"the row of segment {row.segment}, widths {row.previous_width} and {row.width}"
+            for name, values in row.measured.items():
+                if len(values) != len(sizes):
+                    raise ProfileError(f"{where} has {len(values)} {name}; there are {len(sizes)} batch sizes")
+                least = "0 or more" if name in ("spread", "deviation") else "above 0"
+                if not all(isfinite(v) and (v > 0 or (v == 0 and least == "0 or more")) for v in values):
+                    raise ProfileError(f"{where} has {name} {list(values)}; each must be finite and {least}")
+        for name, curve in (("power", self.power), ("slowdown", self.slowdown)):
+            if not curve.x or len(curve.x) != len(curve.y) or list(curve.x) != sorted(set(curve.x)):
+                raise ProfileError(f"{name} needs as many y as x, and x ascending; x is {list(curve.x)}")
+            if (
+                not all(map(isfinite, (*curve.x, *curve.y)))
+                or min(curve.y) < 0
+                or (curve is self.slowdown and not min(curve.y))
+            ):
+                raise ProfileError(f"{name} has y {list(curve.y)}; each must be finite and above 0 (power: 0 or more)")
+        if not self.sharing or not all(isfinite(v) and v > 0 for v in self.sharing):
+            raise ProfileError(f"sharing is {list(self.sharing)}; it must have one value at least, all above 0")
+        if not self.load_bytes_per_s > 0 or not 0 <= self.load_s < inf:
+            raise ProfileError(
+                f"load_bytes_per_s is {self.load_bytes_per_s:g} and load_s {self.load_s:g}; the first must be above 0, "
+                "the second finite and 0 or more"
+            )
 
     @property
     def best_utilization(self) -> float:

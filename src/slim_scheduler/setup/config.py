@@ -623,6 +623,10 @@ def _check_run(config: Config) -> None:
     for name in (config.router.fallback, config.training.warm_start):
         if name:
             parse_router(name)
+    if config.router.fallback and parse_router(config.router.fallback).kind == "auto":
+        raise ConfigError(
+            'router.fallback is "auto", which itself takes the fallback where it cannot plan; leave it empty'
+        )
     if not config.router.groups:
         raise ConfigError("router.groups is empty; give at least one group size")
     for group in config.router.groups:

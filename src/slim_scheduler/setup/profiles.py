@@ -12,10 +12,12 @@ from slim_scheduler.setup.cache import write_whole
 def read_profile(path: Path) -> Profile:
     """Reads a profile's JSON. Raises ProfileError naming the file and what is wrong."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        profile.check()
+        return profile
     except FileNotFoundError:
         raise ProfileError(f"profile {path} does not exist; write one with `slim measure`") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ProfileError) as error:
         raise ProfileError(f"profile {path}: {error}") from None
 
 

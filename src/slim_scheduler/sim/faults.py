@@ -36,25 +36,46 @@ def timeline(faults: Iterable[FaultConfig]) -> list[FaultChange]:
     return sorted(changes, key=lambda change: change.at)
 
 
+class ActiveFaults:
+    """What befalls one server now. Of several faults of a kind the last that began counts."""
+
+    def __init__(self) -> None:
+        self._active: list[FaultConfig] = []  # in the order in which they began
+
+    def change(self, change: FaultChange) -> None:
+        """A fault begins or ends; `recover` ends all."""
+        if change.fault.kind == "recover":
+            self._active.clear()
+        elif change.begins:
+            self._active.append(change.fault)
+        else:
+            self._active = [fault for fault in self._active if fault is not change.fault]
+
+    @property
+    def dead(self) -> bool:
+        return any(fault.kind in ("exit", "crash") for fault in self._active)
+
+    @property
+    def hung(self) -> bool:
+        return any(fault.kind == "hang" for fault in self._active)
+
+    @property
+    def factor(self) -> float:
+        """So many times as long as usual a batch takes."""
+        return next((fault.factor for fault in reversed(self._active) if fault.kind == "slow"), 1.0)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By kind, the share of the messages that it befalls."""
+        return {fault.kind: fault.share for fault in self._active if fault.kind in MESSAGE_FAULTS}
+
+
 class MessageFaults:
     """The share of one server's messages, both ways, that is lost, doubled or late."""
 
     def __init__(self, rng: Generator) -> None:
         self._rng = rng
-        self._shares: dict[str, float] = {}
-
-    @property
-    def active(self) -> bool:
-        return bool(self._shares)
-
-    def begin(self, fault: FaultConfig) -> None:
-        self._shares[fault.kind] = fault.share
-
-    def end(self, kind: str) -> None:
-        self._shares.pop(kind, None)
-
-    def clear(self) -> None:
-        self._shares.clear()
+        self.shares: dict[str, float] = {}
 
     def deliveries(self, arrival: Seconds) -> list[Seconds]:
         """When the copies of a message that would arrive at `arrival` do so: none, one or two."""
@@ -64,7 +85,7 @@ class MessageFaults:
         return [first, arrival + self._late()] if self._hit("duplicate-messages") else [first]
 
     def _hit(self, kind: str) -> bool:
-        share = self._shares.get(kind)
+        share = self.shares.get(kind)
         return share is not None and self._rng.random() < share
 
     def _late(self) -> Seconds:

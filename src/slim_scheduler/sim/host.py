@@ -61,7 +61,7 @@ from slim_scheduler.setup.machines import (
 from slim_scheduler.setup.workload import Arrivals, generate
 from slim_scheduler.sim.agenda import ARRIVAL, END, FAULT, ROUTE, SAMPLE, TIMER, Agenda
 from slim_scheduler.sim.device import SimulatedDevice
-from slim_scheduler.sim.faults import MESSAGE_FAULTS, FaultChange, timeline
+from slim_scheduler.sim.faults import MESSAGE_FAULTS, ActiveFaults, FaultChange, timeline
 from slim_scheduler.sim.mail import Mail, ToDispatcher
 from slim_scheduler.sim.server import Condition, SimulatedServer, StepObserver
 
@@ -196,6 +196,7 @@ class Simulation:
             at, period = joins.get(server.name, 0.0), self._config.telemetry.period_s
             agenda.at(at, FAULT, self._dispatch, ServerJoined(server.name, credits[server.name]))
             agenda.at(at, SAMPLE, self._sample, (server.name, math.ceil(at / period)))
+        self._faults = {server.name: ActiveFaults() for server in self._config.servers}
         for change in timeline(self._config.faults):
             self.schedule(change)
         self._next_arrival = zip(
@@ -422,21 +423,18 @@ class Simulation:
         self.agenda.at(change.at, FAULT, self._change, change)
 
     def _change(self, change: FaultChange) -> None:
-        fault = change.fault
-        server, kind = self.servers[fault.server], fault.kind
-        if kind == "recover":
-            self._mail.recover(fault.server)
-            server.slow(1.0)
-            server.wake_up()
+        name, kind = change.fault.server, change.fault.kind
+        server, faults = self.servers[name], self._faults[name]
+        faults.change(change)
+        if kind in (*MESSAGE_FAULTS, "recover"):
+            self._mail.befall(name, faults.shares)
+        if kind in ("slow", "recover"):
+            server.slow(faults.factor)
+        if faults.dead:
+            self._die(server, tells=kind == "exit")
+        else:
             server.restart()
-        elif kind in MESSAGE_FAULTS:
-            self._mail.change(change)
-        elif kind in ("exit", "crash"):
-            self._die(server, tells=kind == "exit") if change.begins else server.restart()
-        elif kind == "hang":
-            server.hang() if change.begins else server.wake_up()
-        elif kind == "slow":
-            server.slow(fault.factor if change.begins else 1.0)
+            server.hang() if faults.hung else server.wake_up()
 
     def _die(self, server: SimulatedServer, tells: bool) -> None:
         if server.condition is not Condition.CRASHED:

@@ -13,7 +13,7 @@ from slim_scheduler.core.shape import ModelShape
 from slim_scheduler.core.types import Block, Bytes, Seconds, ServerName
 from slim_scheduler.setup.config import Config
 from slim_scheduler.sim.agenda import MESSAGE, Agenda
-from slim_scheduler.sim.faults import FaultChange, MessageFaults
+from slim_scheduler.sim.faults import MessageFaults
 from slim_scheduler.sim.network import SimulatedNetwork
 
 # Sizes of what carries no tensor: a header of the transport and a few fields, and per task an id, item and times.
@@ -90,15 +90,7 @@ class Mail:
 
     # ---- faults
 
-    def change(self, change: FaultChange) -> None:
-        """A message fault begins or ends."""
-        faults = self._faults[change.fault.server]
-        if change.begins:
-            faults.begin(change.fault)
-        else:
-            faults.end(change.fault.kind)
-        self._any_fault = any(f.active for f in self._faults.values())
-
-    def recover(self, server: ServerName) -> None:
-        self._faults[server].clear()
-        self._any_fault = any(f.active for f in self._faults.values())
+    def befall(self, server: ServerName, shares: dict[str, float]) -> None:
+        """By kind of fault, the share of a server's messages that it befalls from now on."""
+        self._faults[server].shares = shares
+        self._any_fault = any(faults.shares for faults in self._faults.values())

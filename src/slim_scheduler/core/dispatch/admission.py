@@ -52,18 +52,20 @@ class Admission:
         """Why a request that a front end has read may not come in, and when to try again if that would help. None: it
         waits there.
 
-        The counts are those of `refuse`. A floor may be one that is never met, which is found out when it arrives.
+        The counts are those of `refuse`.
         """
         items, offers = len(request.items), self.offers
+        wrong = self.unmet(request.constraints, request.confidence_floor)
+        if wrong is not None:
+            return wrong, None
         if items > self._max_waiting:
             return self._too_large(items)
-        if request.constraints is None or request.constraints.accuracy_floor is None:
-            if waiting + offers.items + items > self._max_waiting:
-                return f"the queue is full: {items} items came and the limit is {self._max_waiting}", FULL_RETRY_AFTER
-            if request.deadline is not None:
-                late = self._late_offer(request.deadline - now, held_up, in_flight, now)
-                if late is not None:
-                    return late
+        if waiting + offers.items + items > self._max_waiting:
+            return f"the queue is full: {items} items came and the limit is {self._max_waiting}", FULL_RETRY_AFTER
+        if request.deadline is not None:
+            late = self._late_offer(request.deadline - now, held_up, in_flight, now)
+            if late is not None:
+                return late
         offers.add(request)
         return None
 

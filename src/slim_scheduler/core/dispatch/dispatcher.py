@@ -285,6 +285,8 @@ class Dispatcher:
 
     def _turn_front(self, event: FrontTurned, now: Seconds) -> None:
         offers = self._admission.offers
+        for request in offers.expired(now):
+            self._commands.append(self._ledger.refuse(request, Outcome.EXPIRED, "the deadline passed", None))
         taken = offers.turn(event.load, event.after_pause, self._most_in_hand, now)
         turn_at = now + PAUSE if offers.paused else now if offers.waits else None
         self._commands.append(OffersTaken(tuple([request.request_id for request in taken]), turn_at))
@@ -395,12 +397,12 @@ class Dispatcher:
     # ---- results
 
     def _collect(self, event: BatchReported, now: Seconds) -> None:
-        self._admission.worked(len(event.tasks), now)
         share = None if event.energy_j is None else event.energy_j / len(event.tasks)
         seconds = event.finished - event.started
         width, server = (event.width,), (event.server,)
         home, items = event.server, self._ledger.items
-        settled = self._fleet.settle_all(event.tasks)
+        settled = self._fleet.settle_all(event.tasks)  # nothing of a late or doubled word
+        self._admission.worked(sum([len(tasks) for _, tasks in settled]), now)
         ran: list[ItemFlight] = []
         for sent, tasks in settled:
             latency, ran_of_block = sent.latency, sent.ran
@@ -427,7 +429,7 @@ class Dispatcher:
             self._answer(ran, event, now)
         ended = dict.fromkeys([sent for sent, _ in settled if not sent.left])
         self._commands.extend([sent.finished(now) for sent in ended])
-        if settled:  # else a late or doubled word
+        if settled:
             self._members.ran(event.server, now)
 
     def _answer(self, ran: list[ItemFlight], event: BatchReported, now: Seconds) -> None:

@@ -7,6 +7,7 @@ owns this and asks it; it holds no request, only their numbers.
 """
 
 from itertools import islice
+from math import inf
 
 from slim_scheduler.core.dispatch.capacity import Capacity
 from slim_scheduler.core.types import Request, RequestId, Seconds
@@ -25,6 +26,7 @@ class Offers:
         self._waiting: dict[RequestId, Request] = {}  # in the order in which they were read
         self._taken: dict[RequestId, Request] = {}  # and not answered
         self._items_waiting = self._items_taken = 0
+        self._soonest: Seconds = inf  # no deadline of those that wait is earlier
         self._busy = False
         self._capacity = Capacity(1)
 
@@ -46,6 +48,19 @@ class Offers:
         self._capacity.arrived(self._unanswered if self._busy else 0)
         self._waiting[request.request_id] = request
         self._items_waiting += len(request.items)
+        if request.deadline is not None and request.deadline < self._soonest:
+            self._soonest = request.deadline
+
+    def expired(self, now: Seconds) -> list[Request]:
+        """Takes out those that wait and whose deadline has passed."""
+        if now < self._soonest:
+            return []
+        gone = [r for r in self._waiting.values() if r.deadline is not None and r.deadline <= now]
+        for request in gone:
+            del self._waiting[request.request_id]
+            self._items_waiting -= len(request.items)
+        self._soonest = min([r.deadline for r in self._waiting.values() if r.deadline is not None], default=inf)
+        return gone
 
     def wait(self, now: Seconds) -> Seconds:
         """How long until who comes now would be answered, as far as it depends on the front end; 0 while that is not

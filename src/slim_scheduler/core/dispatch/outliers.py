@@ -12,6 +12,8 @@ import msgspec
 
 from slim_scheduler.core.types import Seconds, ServerName
 
+MOST_DOUBLINGS = 30  # beyond it any time would exceed the longest, and a float ends
+
 
 class Standing(StrEnum):
     """What a server may be given: anything, nothing, or a few tasks to prove itself."""
@@ -126,7 +128,7 @@ class Outliers:
     def _until(self, conduct: Conduct) -> Seconds:
         if conduct.standing is not Standing.EJECTED:
             return float("inf")
-        doubled: Seconds = self._limits.base * 2.0 ** (conduct.ejections - 1)
+        doubled: Seconds = self._limits.base * 2.0 ** min(conduct.ejections - 1, MOST_DOUBLINGS)
         return conduct.since + min(self._limits.longest, doubled)
 
     def _room_for_another(self, candidate: Conduct) -> bool:

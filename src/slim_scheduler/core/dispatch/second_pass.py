@@ -1,7 +1,7 @@
 """Which items run again after their first pass, and at which width tuple.
 
 Three may ask for it, in this order: the request's `confidence_floor`, its `accuracy_floor`, which counts on plans of
-two passes, and the router's escalation. The dispatcher asks once per finished first pass.
+two passes, and, where a request has neither, the router's escalation. The dispatcher asks once per finished first pass.
 
 Where the first answer is good enough at the deadline, a second pass has to fit like an arrival: into half of the time
 that is left. Its expected time is the first pass's, times a ratio: what second passes took lately, over what the first
@@ -65,8 +65,10 @@ class SecondPass:
         request, ran = flight.request.request, flight.widths
         constraints, floor = request.constraints, request.confidence_floor
         if floor is not None and self._calibration is not None:
-            sure = self._calibration.confidence(ran[-1], margin) >= floor
-            return None if sure or ran == self._widest else self._widest
+            if self._calibration.confidence(ran[-1], margin) < floor:
+                return None if ran == self._widest else self._widest
+            if constraints is None:
+                return None
         if constraints is None:
             return None if self._escalation is None else self._escalation.second(ran, margin)
         if constraints.widths is None and constraints.accuracy_floor is not None:

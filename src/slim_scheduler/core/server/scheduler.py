@@ -279,7 +279,7 @@ class ServerScheduler:
             commands.append(WakeAt(self._returning))
 
     def _enqueue(self, block: Block, now: Seconds, commands: list[ServerCommand]) -> None:
-        if block.block_id in self._seen_blocks:
+        if block.block_id in self._seen_blocks or block.block_id in self._open_blocks:
             return
         self._seen_blocks[block.block_id] = None
         if len(self._seen_blocks) > REMEMBERED_BLOCKS:

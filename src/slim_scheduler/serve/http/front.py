@@ -127,8 +127,9 @@ class HttpFront:
         ticket = self._service.offer(served, header.asked, header.items, request.read)
         if ticket.refused is not None:
             reason, again = ticket.refused
-            kind = Kind.INVALID if again is None else Kind.UNAVAILABLE
-            status, fields, body = refused(Refusal(kind, reason, again))
+            never = again is None
+            said = f"cannot be met: {reason}" if never else reason
+            status, fields, body = refused(Refusal(Kind.INVALID if never else Kind.UNAVAILABLE, said, again))
             self._remember(request, served, header, ticket, (status, fields.copy(), body))
             self._answer(connection, request, (status, fields, body))
             return
