@@ -130,6 +130,41 @@ def test_code_in_the_models_folder_is_not_imported(saved):
         checkpoint.load(saved[1])
 
 
+@pytest.mark.parametrize(
+    ("start", "file", "network"),
+    [
+        (".", "net.py", "mine.net:Network"),
+        (".", "deep/net.py", "mine.deep.net:Network"),
+        (".", "__init__.py", "mine:Network"),
+        (".", "package/__init__.py", "mine.package.net:Network"),
+        ("mine", "net.py", "net:Network"),
+        ("mine/deep", "deep/net.py", "net:Network"),
+    ],
+)
+def test_code_in_the_models_folder_is_not_imported_where_python_would_find_it(
+    saved, tmp_path, monkeypatch, start, file, network
+):
+    monkeypatch.syspath_prepend(tmp_path / start)
+    (saved[1] / file).parent.mkdir(exist_ok=True)
+    (saved[1] / file).write_text("raise SystemExit('imported')\n")
+    change(saved[1], network=network)
+    with pytest.raises(CheckpointError, match=r"is code of the model's own folder \(.*\), which is never run") as caught:
+        checkpoint.load(saved[1])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("link", ["net.py", "deep"])
+def test_a_link_in_the_models_folder_is_code_of_it(saved, tmp_path, monkeypatch, link):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deep").mkdir()
+    code = tmp_path / "deep" / "net.py"
+    code.write_text("raise SystemExit('imported')\n")
+    (saved[1] / link).symlink_to(code if link == "net.py" else code.parent)
+    change(saved[1], network="mine.net:Network" if link == "net.py" else "mine.deep.net:Network")
+    with pytest.raises(CheckpointError, match="is code of the model's own folder"):
+        checkpoint.load(saved[1])
+
+
 def test_an_architecture_of_other_sizes_is_refused_before_memory_is_taken(saved):
     change(saved[1], architecture={"classes": 7, "channels": 1 << 22})  # 1.3 PB of weights
     with pytest.raises(CheckpointError, match=r"parts\..* is .*, the manifest's architecture needs"):

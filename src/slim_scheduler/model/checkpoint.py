@@ -141,8 +141,8 @@ def save(
     _check_sizes(folder, manifest, "give as many")
     again = "let from_architecture build again what architecture tells"
     tensors = {key: tuple(t.shape) for key, t in state.items()}
-    _check_tensors(folder / WEIGHTS, tensors, _outline(manifest, again), again)
-    check_runs(_restored(manifest, state))
+    _check_tensors(folder / WEIGHTS, tensors, _outline(folder, manifest, again), again)
+    check_runs(_restored(folder, manifest, state))
     folder.mkdir(parents=True, exist_ok=True)
     before = _manifest_or_none(folder)
     same = before is not None and all(getattr(before, name) == getattr(manifest, name) for name in ANSWERS)
@@ -204,13 +204,13 @@ def load_manifest(folder: str | Path) -> Manifest:
 def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
     """The network of a folder, on `device`, float32. Raises CheckpointError, one line, with no fallback.
 
-    The class that the manifest names is imported where Python finds it; the folder itself holds no code.
+    The class that the manifest names is imported where Python finds it, but never from the folder itself.
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
     path = folder / WEIGHTS
     try:
-        outline = _outline(manifest, REFETCH)
+        outline = _outline(folder, manifest, REFETCH)
     except InputError as error:
         raise CheckpointError(f"{folder / MANIFEST}: {error}") from None
     raw = _checked_weights(path, manifest, sum(_bytes(t) for t in outline.values()))
@@ -219,19 +219,19 @@ def load(folder: str | Path, device: str = "cpu") -> StoredNetwork:
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file ({error}); fetch the model again") from None
     _check_tensors(path, {key: tuple(t.shape) for key, t in tensors.items()}, outline, REFETCH)
-    return _restored(manifest, tensors).to(device)
+    return _restored(folder, manifest, tensors).to(device)
 
 
-def _restored(manifest: Manifest, tensors: Mapping[str, Tensor]) -> StoredNetwork:
+def _restored(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> StoredNetwork:
     """The network that a manifest and its tensors are, float32, by the manifest's name: as its profiles are called."""
-    model = _build(manifest)
+    model = _build(folder, manifest)
     model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in tensors.items()})
     return model.eval().requires_grad_(False)
 
 
-def _build(manifest: Manifest) -> StoredNetwork:
+def _build(folder: Path, manifest: Manifest) -> StoredNetwork:
     """The network that a manifest describes, with weights of no meaning. Raises InputError."""
-    kind = find_class(manifest.network, GROUP, NETWORKS, STORED_METHODS)
+    kind = find_class(manifest.network, GROUP, NETWORKS, STORED_METHODS, not_from=folder)
     try:
         network: StoredNetwork = kind.from_architecture(manifest.architecture, manifest.shape.name)
     except InputError:
@@ -241,11 +241,11 @@ def _build(manifest: Manifest) -> StoredNetwork:
     return network
 
 
-def _outline(manifest: Manifest, cure: str) -> dict[str, torch.Tensor]:
+def _outline(folder: Path, manifest: Manifest, cure: str) -> dict[str, torch.Tensor]:
     """The network's tensors by name, without memory: the class builds itself on torch's `meta` device. `cure` is what
     helps where it is of other sizes."""
     with torch.device("meta"):
-        network = _build(manifest)
+        network = _build(folder, manifest)
     found = (tuple(network.widths), network.segments, tuple(network.item_shape), network.classes)
     shape = manifest.shape
     if found != (shape.widths, shape.segments, shape.item_shape, shape.classes):

@@ -6,9 +6,12 @@ its caller names: any other class or function is refused before it is called.
 """
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from slim_scheduler.core.errors import InputError
@@ -21,10 +24,13 @@ def is_class_name(name: str, group: str) -> bool:
     return bool(MODULE_CLASS.fullmatch(name)) or name in entry_points(group=group).names
 
 
-def find_class(name: str, group: str, ours: Mapping[str, str], methods: Sequence[str]) -> Any:
+def find_class(
+    name: str, group: str, ours: Mapping[str, str], methods: Sequence[str], not_from: Path | None = None
+) -> Any:
     """The class of a name. `ours` are `module:Class` by short name; `group` is the entry points' group.
 
-    Raises InputError for a name that is unknown, cannot be imported, or is a class without one of `methods`.
+    Raises InputError for a name that is unknown, whose module lies in the folder `not_from`, that cannot be imported,
+    or is a class without one of `methods`.
     """
     target = ours.get(name)
     if target is None:
@@ -36,6 +42,8 @@ def find_class(name: str, group: str, ours: Mapping[str, str], methods: Sequence
             f"{name} is unknown; give module:Class or the name of an entry point of {group}; there is {there or 'none'}"
         )
     module_name, _, class_name = target.partition(":")
+    if not_from is not None and name not in ours:
+        _check_place(name, module_name, not_from)
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except ModuleNotFoundError as error:
@@ -49,6 +57,27 @@ def find_class(name: str, group: str, ours: Mapping[str, str], methods: Sequence
         what = f"has no {', '.join(lacking)}" if lacking else "is no class"
         raise InputError(f"{name} {what}; it must offer {', '.join(methods)}")
     return found
+
+
+def _check_place(name: str, module_name: str, not_from: Path) -> None:
+    """Raises InputError where a module, or a package that it is in, is a file of `not_from`. Imports nothing."""
+    folder = not_from.resolve()
+    first, *rest = module_name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)  # of a name without dots, it imports nothing
+    except ValueError:  # the running program itself
+        return
+    for part in (*rest, None):
+        if spec is None:
+            return
+        if spec.has_location and spec.origin is not None:
+            file = Path(spec.origin)
+            if any(path.resolve().is_relative_to(folder) for path in (file, *file.parents)):
+                raise InputError(
+                    f"{name} is code of the model's own folder ({file}), which is never run; move it out of {not_from}"
+                )
+        if part is not None:
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
 
 
 def name_of(kind: type, group: str, ours: Mapping[str, str]) -> str:
