@@ -1,13 +1,16 @@
 """A family's networks answer as their own files do, from one image that each makes its own input of."""
 
+import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from PIL import Image
 
 from slim_scheduler.core.errors import CheckpointError, DataError, InputError
@@ -219,6 +222,79 @@ def test_a_changed_file_and_a_file_outside_are_refused(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(tree))
     with pytest.raises(CheckpointError, match="not one of its folder"):
         load_family(folder)
+
+
+def elsewhere(network: ModelProto) -> None:
+    """A weight that ONNX Runtime would read from the working directory."""
+    weight = network.graph.initializer[0]
+    length = len(weight.raw_data)
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "secret.bin"), ("offset", "0"), ("length", str(length))):
+        weight.external_data.add(key=key, value=value)
+
+
+def bomb(network: ModelProto) -> None:
+    """Scores to which the sum of 2^33 numbers is added."""
+    end = network.graph.output[0].name
+    network.graph.initializer.append(numpy_helper.from_array(np.array([2**33]), "size"))
+    network.graph.node.extend(
+        [
+            helper.make_node("ConstantOfShape", ["size"], ["large"]),
+            helper.make_node("ReduceSum", ["large"], ["sum"], keepdims=0),
+            helper.make_node("Add", [end, "sum"], ["more"]),
+        ]
+    )
+    network.graph.output[0].name = "more"
+
+
+def function(network: ModelProto) -> None:
+    body = [helper.make_node("Relu", ["x"], ["y"])]
+    network.functions.append(helper.make_function("mine", "F", ["x"], ["y"], body, [helper.make_opsetid("", 17)]))
+
+
+def sparse(network: ModelProto) -> None:
+    """A constant of 2^40 zeros and a number."""
+    values, indices = (numpy_helper.from_array(np.array([1]).astype(t), t) for t in ("float32", "int64"))
+    constant = helper.make_node("Constant", [], ["s"])
+    constant.attribute.append(
+        helper.make_attribute("sparse_value", helper.make_sparse_tensor(values, indices, [2**40]))
+    )
+    network.graph.node.insert(0, constant)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (elsewhere, "has its data in another file, which the hash does not cover"),
+        (bomb, "tensor 'large' takes 34359738368 bytes for 1 items; that is too large"),
+        (function, "has functions of its own"),
+        (sparse, "has sparse weights"),
+        (lambda network: network.graph.node[0].ClearField("op_type"), "is no valid ONNX graph"),
+        (lambda network: setattr(network.graph.node[0], "domain", "mine"), "needs the custom operator 'mine'"),
+        (lambda network: setattr(network.graph.input[0].type.tensor_type.shape.dim[2], "dim_value", 9), "9, 8, 0, 10"),
+    ],
+)
+def test_a_graph_that_import_would_refuse_is_refused_when_its_hash_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[ModelProto], None], said: str
+) -> None:
+    made(tmp_path, classifier(features=2), classifier(features=256, seed=1))
+    tree = json.loads((tmp_path / "fam/manifest.json").read_text())
+    variant = tree["variants"][0]
+    path = tmp_path / "fam" / variant["file"]
+    network = onnx.load(path)
+    damage(network)
+    content = write(network, path).read_bytes()
+    variant["sha256"], variant["bytes"] = hashlib.sha256(content).hexdigest(), len(content)
+    (tmp_path / "fam/manifest.json").write_text(json.dumps(tree))
+    for folder in (tmp_path, path.parent):
+        (folder / "secret.bin").write_bytes(bytes(1 << 16))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(tmp_path / "fam")
+    assert said in str(caught.value)
+    assert path.name in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_of_torch_is_refused_with_what_to_use(tmp_path: Path) -> None:

@@ -184,6 +184,17 @@ def test_decoupled_distillation_weighted_by_the_teachers_doubt_is_the_plain_one(
     assert torch.isfinite(ours.grad).all()
 
 
+def weights_beside(folder):
+    """A network whose last weights lie in another file of its folder."""
+    network = onnx.load_model_from_string(brightness_network())
+    bias = network.graph.initializer[1]
+    (folder / "bias.bin").write_bytes(bias.raw_data)
+    bias.ClearField("raw_data")
+    bias.data_location = TensorProto.EXTERNAL
+    bias.external_data.add(key="location", value="bias.bin")
+    return network.SerializeToString()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -196,6 +207,7 @@ def test_decoupled_distillation_weighted_by_the_teachers_doubt_is_the_plain_one(
         (lambda f: edit(f, mean=[0.1, 0.2]), r"must have 1 entries, one per channel"),
         (lambda f: edit(f, std=[0.0]), r"standard deviations above 0"),
         (lambda f: write_teacher(f, b"no network", manifest()), r"is no ONNX file, or is truncated"),
+        (lambda f: write_teacher(f, weights_beside(f), manifest()), r"'bias' has its data in another file"),
         (lambda f: edit(f, classes=["0", "1"]), r"takes 1x8x8 and knows 10 classes, its teacher.json says 1x8x8 and 2"),
     ],
 )

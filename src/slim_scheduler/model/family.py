@@ -235,10 +235,30 @@ def load_family_manifest(folder: str | Path) -> FamilyManifest:
 
 
 def load_family(folder: str | Path) -> Family:
-    """The family of a folder. Raises CheckpointError where a file is not what the manifest says."""
+    """The family of a folder, its graphs checked as `slim import` does. Raises CheckpointError where a file is not what
+    the manifest says."""
     folder = Path(folder)
     manifest = load_family_manifest(folder)
-    return Family(manifest.shape.name, manifest, tuple(_content(folder / v.file, v) for v in manifest.variants))
+    return Family(manifest.shape.name, manifest, tuple(_graph(folder / v.file, v, manifest) for v in manifest.variants))
+
+
+def _graph(path: Path, variant: Variant, manifest: FamilyManifest) -> bytes:
+    """A variant's file, which may come from anybody, hash and all."""
+    from slim_scheduler.model.onnx_file import check_onnx
+
+    content = _content(path, variant)
+    try:
+        facts = check_onnx(path, content, variant.size, variant.layout, alone=True).facts
+    except InputError as error:
+        raise CheckpointError(f"{path.parent}: {error}") from None
+    found = (facts.dtype, facts.channels, *facts.size, facts.batch, facts.classes)
+    said = (variant.dtype, manifest.shape.item_shape[0], *variant.size, variant.batch, manifest.shape.classes)
+    if found != said:
+        raise CheckpointError(
+            f"{path} has (type, channels, height, width, batch, classes) {found}, its manifest says {said}; import the "
+            "family again"
+        )
+    return content
 
 
 def _content(path: Path, variant: Variant) -> bytes:

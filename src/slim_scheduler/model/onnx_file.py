@@ -96,14 +96,26 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check_onnx(path: Path, raw: bytes, size: tuple[int, int] | None = None, layout: Layout | None = None) -> Graph:
-    """`read_onnx` for content that was read already; `path` names it, and is where its external data lies."""
+def check_onnx(
+    path: Path,
+    raw: bytes,
+    size: tuple[int, int] | None = None,
+    layout: Layout | None = None,
+    alone: bool = False,
+) -> Graph:
+    """`read_onnx` for content that was read already; `path` names it, and is where its external data lies.
+
+    `alone`: a file whose hash was checked, and which may have neither external data, which it does not cover, nor
+    functions.
+    """
     try:
         model = onnx.load_model_from_string(raw)
     except DecodeError:
         raise _refuse(path, "is no ONNX file, or is truncated; export or fetch it again") from None
     if not model.graph.node or not model.opset_import:
         raise _refuse(path, "holds no ONNX graph, or is truncated; export or fetch it again")
+    if alone:
+        _check_alone(path, model)
     if model.functions:
         try:
             model = onnx.inliner.inline_local_functions(model)
@@ -160,10 +172,23 @@ def sha256(content: bytes) -> str:
 # ---- what is refused
 
 
+def _check_alone(path: Path, model: ModelProto) -> None:
+    if model.functions:
+        raise _refuse(path, "has functions of its own, which `slim import` would have taken apart; import it again")
+    for tensor in _tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            raise _refuse(
+                path,
+                f"tensor {_quote(tensor.name)} has its data in another file, which the hash does not cover; store the "
+                "weights inside",
+            )
+
+
 def _check_nodes(path: Path, model: ModelProto) -> None:
     if model.training_info:
         raise _refuse(path, "holds training information; export it for inference")
-    if model.graph.sparse_initializer:
+    sparse = (a.HasField("sparse_tensor") or a.sparse_tensors for node in model.graph.node for a in node.attribute)
+    if model.graph.sparse_initializer or any(sparse):
         raise _refuse(path, "has sparse weights; export it with dense ones")
     latest = onnx.defs.onnx_opset_version()
     for opset in model.opset_import:

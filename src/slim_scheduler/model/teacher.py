@@ -206,7 +206,7 @@ def _family_of_one(path: Path, manifest: TeacherManifest) -> "Family":
             f"{path} has SHA-256 {found[:16]}..., its {MANIFEST} says {manifest.network_sha256[:16]}...; it was changed"
         )
     channels, height, width = manifest.item_shape
-    graph = onnx_file.check_onnx(path, raw, (height, width))
+    graph = onnx_file.check_onnx(path, raw, (height, width), alone=True)
     facts = graph.facts
     if (facts.channels, *facts.size, facts.classes) != (channels, height, width, len(manifest.classes)):
         raise CheckpointError(
