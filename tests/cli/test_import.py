@@ -371,6 +371,21 @@ def test_sizes_that_are_code(slim: Slim, tmp_path: Path, good: Path, trapped: Pa
     assert not trapped.exists()
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        "9**9**9**9", "Pow(9, Pow(9, Pow(9, 9)))", "1<<9999999999", "1>>1", "99999999999", "1+" * 100 + "1",
+        "1+\n1",
+    ],
+)  # fmt: skip
+def test_sizes_that_take_for_ever_to_calculate(slim: Slim, tmp_path: Path, good: Path, size: str) -> None:
+    def change(name: str, old: bytes) -> bytes:
+        return _with_expressions(json.loads(old), size) if name.endswith("model.json") else old
+
+    path = rewritten(exported(), tmp_path / "p.pt2", change)
+    assert "which is no arithmetic of sizes" in refused(slim, tmp_path, good, path)
+
+
 def _with_expressions(tree: object, code: str) -> bytes:
     def walk(node: object) -> object:
         if isinstance(node, dict):

@@ -34,10 +34,12 @@ OPERATOR = re.compile(
     r"_operator\.(add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge|getitem)"
 )
 FORBIDDEN_OPERATORS = ("torch.ops.aten.from_file.",)  # reads, or makes, a file
-# A symbolic size: symbols, numbers, arithmetic and SymPy's names for it. No dot, no underscore, no other text.
+# A symbolic size: symbols, numbers, arithmetic and SymPy's names for it. No dot, no underscore, no other text. Powers,
+# shifts, long numbers and long texts are no sizes: torch would calculate them without end.
 EXPRESSION = re.compile(
-    r"(?:Symbol\('[su]\d+'|\b(?:[su]\d+|Integer|Rational|Add|Mul|Pow|Min|Max|Mod|FloorDiv|CleanDiv|PythonMod)\b|"
-    r"\b(?:positive|nonnegative|integer|True|False|oo)\b|\b\d+\b|[-+*/(), <>=])*"
+    r"(?!.*(?:\*\*|<<|>>))(?=.{0,200}\Z)"
+    r"(?:Symbol\('[su]\d{1,10}'|\b(?:[su]\d{1,10}|Integer|Rational|Add|Mul|Min|Max|Mod|FloorDiv|CleanDiv|PythonMod)\b|"
+    r"\b(?:positive|nonnegative|integer|True|False|oo)\b|\b\d{1,10}\b|[-+*/(), <>=])*"
 )
 WEIGHT = re.compile(r"weight_\d+")
 CONSTANT = re.compile(r"tensor_\d+")
