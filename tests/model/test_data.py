@@ -181,6 +181,26 @@ def test_a_truncated_image_is_an_error_that_names_it(tmp_path):
         load_data(folder)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        ("ppm", b"P6\n8"),
+        ("ppm", b"P6\n8 8\n"),
+        ("ppm", b"P6\n99999999999 9\n255\n"),
+        ("pgm", b"P5\n8 8\n-1\n"),
+        ("bmp", b"BM" + bytes(12) + b"\x28"),
+        ("png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR\x00"),
+    ],
+)
+def test_a_damaged_header_is_an_error_that_names_the_file(tmp_path, suffix, content):
+    folder = write_classes(tmp_path / "pets")
+    (folder / "dog" / f"x.{suffix}").write_bytes(content)
+    for options in ({}, {"size": (8, 8)}, {"item_shape": (3, 8, 8)}):
+        with pytest.raises(DataError, match=rf"dog/x\.{suffix} cannot be read \(.+\); replace it") as caught:
+            load_data(folder, **options)
+        assert "\n" not in str(caught.value)
+
+
 def test_digits_are_enlarged_to_a_network_of_larger_images():
     small, large = load_data("digits"), load_data("digits", (1, 32, 32))
     assert large.item_shape == (1, 32, 32)

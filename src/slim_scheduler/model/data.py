@@ -5,13 +5,17 @@ validation images away from the training part; the test part is for the final ac
 """
 
 import hashlib
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from slim_scheduler.core.errors import DataError
+from slim_scheduler.core.errors import DataError, first_line
 from slim_scheduler.model import cifar
 from slim_scheduler.model.images import ImageData, Images
 
@@ -100,17 +104,12 @@ def class_folders(folder: Path, item_shape: tuple[int, int, int]) -> ImageData:
 
 def _shape_of_folder(folder: Path, size: tuple[int, int] | None) -> tuple[int, int, int]:
     """(channels, height, width) of class folders' images, from their headers. Raises DataError where sizes differ."""
-    from PIL import Image, UnidentifiedImageError
-
     modes: set[str] = set()
     sizes: dict[tuple[int, int], Path] = {}
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
-        try:
-            with Image.open(path) as image:
-                modes.add(image.mode)
-                sizes.setdefault((image.height, image.width), path)
-        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise DataError(f"image {path} cannot be read ({error}); replace it or take it out") from None
+        with _opened(path) as image:
+            modes.add(image.mode)
+            sizes.setdefault((image.height, image.width), path)
     if size is None and len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise DataError(
@@ -184,17 +183,27 @@ def _read_classes(folder: Path, classes: tuple[str, ...], item_shape: tuple[int,
 
 def read_image(path: Path, item_shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
     """One image as (channels, height, width). A truncated file is an error, never a grey rest."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     channels, height, width = item_shape
-    try:
-        with Image.open(path) as image:
-            shown = _in_8_bits(image) if image.mode in GREY_16 else image
-            resized = shown.convert(MODES[channels]).resize((width, height), Image.Resampling.BILINEAR)
-    except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise DataError(f"image {path} cannot be read ({error}); replace it or take it out") from None
+    with _opened(path) as image:
+        shown = _in_8_bits(image) if image.mode in GREY_16 else image
+        resized = shown.convert(MODES[channels]).resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(resized, dtype=np.uint8)
     return array[None] if channels == 1 else array.transpose(2, 0, 1)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator["PILImage"]:
+    """An image file. Raises DataError for whatever Pillow raises while it reads a damaged one."""
+    from PIL import Image
+
+    damaged = (OSError, SyntaxError, ValueError, EOFError, OverflowError, struct.error, zlib.error)
+    try:
+        with Image.open(path) as image:
+            yield image
+    except (*damaged, Image.DecompressionBombError) as error:
+        raise DataError(f"image {path} cannot be read ({first_line(error)}); replace it or take it out") from None
 
 
 def _in_8_bits(image: "PILImage") -> "PILImage":
