@@ -1,10 +1,12 @@
 """The learned router: what it sees, what it refuses, and that order and framework do not change what it decides."""
 
+import hashlib
 import json
 
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from slim_scheduler.core.errors import CheckpointError, RouterError
@@ -258,6 +260,27 @@ def test_a_damaged_policy_is_refused(tmp_path, damage):
             tree[damage] = 99
         manifest.write_text(json.dumps(tree))
     with pytest.raises(CheckpointError):
+        load_router(tmp_path / "policy", facts, Table)
+
+
+def test_weights_of_a_type_that_numpy_lacks_are_refused_by_name(tmp_path):
+    facts = write_random_policy(tmp_path / "policy", training_cluster(tmp_path / "cluster"), "extended")
+    weights, manifest = tmp_path / "policy" / "policy.safetensors", tmp_path / "policy" / "manifest.json"
+    tensors = safetensors.torch.load_file(weights)
+    tensors["value.bias"] = tensors["value.bias"].bfloat16()
+    weights.write_bytes(safetensors.torch.save(tensors))
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sha256": sha256}))
+    with pytest.raises(CheckpointError, match=r"policy/policy\.safetensors has a tensor of type BF16"):
+        load_router(tmp_path / "policy", facts, Table)
+
+
+@pytest.mark.parametrize("name", ["policy.safetensors", "manifest.json"])
+def test_a_huge_policy_is_refused_before_it_is_read(tmp_path, name):
+    facts = write_random_policy(tmp_path / "policy", training_cluster(tmp_path / "cluster"), "extended")
+    with (tmp_path / "policy" / name).open("r+b") as stream:
+        stream.truncate(1 << 40)  # sparse: takes no disk, and reading it would take all memory
+    with pytest.raises(CheckpointError, match=rf"{name} has 1099511627776 bytes, at most \d+ are read"):
         load_router(tmp_path / "policy", facts, Table)
 
 

@@ -6,6 +6,7 @@ refused with what differs.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ from slim_scheduler.core.router.learned.observation import Floats
 from slim_scheduler.core.router.learned.router import FORMAT, LearnedRouter, PolicyManifest, learned_router
 
 WEIGHTS, MANIFEST = "policy.safetensors", "manifest.json"
+MOST_MANIFEST_BYTES = 4 << 20
+HEADER_ROOM = 1 << 20  # a safetensors header names tensors; it is never near this size
+MOST_NUMBER_BYTES = 8
 
 
 def write_policy(folder: Path, manifest: PolicyManifest, parameters: dict[str, Floats]) -> None:
@@ -41,11 +45,12 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
     from safetensors.numpy import load
 
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=PolicyManifest)
-        weights = (folder / WEIGHTS).read_bytes()
+        manifest = msgspec.json.decode(_content(folder / MANIFEST, MOST_MANIFEST_BYTES), type=PolicyManifest)
+        numbers = sum(math.prod(shape) for shape in manifest.sizes.shapes().values())
+        weights = _content(folder / WEIGHTS, MOST_NUMBER_BYTES * numbers + HEADER_ROOM)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"policy {error.filename} does not exist; train one with `slim train`") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is not a policy's manifest: {error}") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"policy {folder} has format {manifest.format}; this version reads {FORMAT}")
@@ -55,10 +60,19 @@ def read_policy(folder: Path) -> tuple[PolicyManifest, dict[str, Floats]]:
         parameters = load(weights)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS} is not a safetensors file: {error}") from None
+    except KeyError as error:  # a type that NumPy does not have
+        raise CheckpointError(f"{folder / WEIGHTS} has a tensor of type {error.args[0]}; a policy's are F32") from None
     found = {name: tuple(values.shape) for name, values in parameters.items()}
     if found != manifest.sizes.shapes():
         raise CheckpointError(f"policy {folder}: its tensors do not have the sizes of its manifest; train it again")
     return manifest, parameters
+
+
+def _content(path: Path, most: int) -> bytes:
+    size = path.stat().st_size
+    if size > most:
+        raise CheckpointError(f"{path} has {size} bytes, at most {most} are read; train the policy again")
+    return path.read_bytes()
 
 
 def load_router(
