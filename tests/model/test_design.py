@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from slim_scheduler.core.errors import DataError
+from slim_scheduler.core.errors import DataError, InputError
+from slim_scheduler.core.router.plan.program import MOST_TUPLES
+from slim_scheduler.model.architecture import Architecture
 from slim_scheduler.model.data import load_data
-from slim_scheduler.model.design import LEAST_UPDATES, preset_for
+from slim_scheduler.model.design import LEAST_UPDATES, MOST_SEGMENTS, preset_for
 from slim_scheduler.model.images import ImageData, Images
 from slim_scheduler.model.presets import PRESETS
 from tests.model.test_data import write_classes
@@ -48,6 +50,20 @@ def test_channels_double_and_blocks_repeat_from_one_number():
     arch = preset_for(pictures(), channels=(8, 32), blocks=(1, 3)).architecture
     assert (arch.channels, arch.blocks) == ((8, 32), (1, 3))
     assert preset_for(pictures(), segments=1).architecture.channels == (16,)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({"segments": 1_000_000}, 1_000_000), ({"segments": -1}, -1), ({"channels": (4,) * 9}, 9)]
+)
+def test_more_segments_than_can_be_planned_are_refused(given, count):
+    said = rf"segments is {count}; it must be from 1 to 8: more have too many width tuples"
+    with pytest.raises(InputError, match=said):
+        preset_for(pictures(), **given)
+    assert preset_for(pictures(), segments=8).architecture.segments == 8
+
+
+def test_eight_segments_have_as_many_width_tuples_as_a_plan_may_have():
+    assert len(Architecture().widths) ** MOST_SEGMENTS == MOST_TUPLES
 
 
 def test_class_folders_keep_the_size_and_the_colours_they_have(tmp_path):

@@ -148,7 +148,9 @@ def test_code_in_the_models_folder_is_not_imported_where_python_would_find_it(
     (saved[1] / file).parent.mkdir(exist_ok=True)
     (saved[1] / file).write_text("raise SystemExit('imported')\n")
     change(saved[1], network=network)
-    with pytest.raises(CheckpointError, match=r"is code of the model's own folder \(.*\), which is never run") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"is code of the model's own folder \(.*\), which is never run"
+    ) as caught:
         checkpoint.load(saved[1])
     assert "\n" not in str(caught.value)
 

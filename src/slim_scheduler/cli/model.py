@@ -59,7 +59,9 @@ def fit(
     channels: Annotated[
         str | None, typer.Option("--channels", help="Instead of a preset: of each segment, such as 16,32,64.")
     ] = None,
-    segments: Annotated[int | None, typer.Option("--segments", min=1, help="How many (4); channels double.")] = None,
+    segments: Annotated[
+        int | None, typer.Option("--segments", min=1, help="How many (4), at most 8; channels double.")
+    ] = None,
     blocks: Annotated[
         str | None, typer.Option("--blocks", help="Residual blocks of each segment, such as 2,2,1.")
     ] = None,

@@ -17,6 +17,7 @@ SMALL_PICTURE = 16  # pixels of height up to which the digits' network and recip
 LEAST_UPDATES = 600  # what a recipe needs on little data; the digits' preset makes 1,200
 MOST_CHANNELS_PER_GROUP = 16
 SEGMENTS, CHANNELS = 4, 16  # of a network whose user says nothing of them
+MOST_SEGMENTS = 8  # at 4 widths each, 65,536 width tuples: as many as a plan may have (router/plan/program.py)
 
 
 def preset_for(
@@ -51,8 +52,8 @@ def _designed(channels: Sequence[int], segments: int | None, blocks: Sequence[in
     """
     given = max(len(channels), len(blocks))
     count = segments or (given if given > 1 else SEGMENTS)
-    if count < 1:
-        raise InputError(f"segments is {segments}; it must be at least 1")
+    if not 1 <= count <= MOST_SEGMENTS:
+        raise InputError(f"segments is {count}; it must be from 1 to {MOST_SEGMENTS}: more have too many width tuples")
     first = channels[0] if channels else CHANNELS
     wide = tuple(channels) if len(channels) > 1 else tuple(first * 2**i for i in range(count))
     deep = tuple(blocks) if len(blocks) > 1 else (blocks[0] if blocks else 1,) * count
