@@ -61,6 +61,16 @@ def test_failed_probe_ejects_at_once_and_for_twice_as_long_up_to_the_longest():
         assert outliers.failed("a", now)
 
 
+def test_a_server_that_fails_for_months_is_probed_after_the_longest_time():
+    outliers, now = three(), 1.0
+    fail(outliers, "a", now)
+    for _ in range(2000):
+        now = outliers.next_check()
+        assert outliers.probe_due(now) == ["a"]
+        assert outliers.failed("a", now)
+    assert outliers.next_check() == now + LIMITS.longest
+
+
 def test_old_ejections_count_no_more_after_a_long_good_time():
     outliers = three()
     fail(outliers, "a", 1.0)
