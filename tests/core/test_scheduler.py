@@ -20,7 +20,7 @@ from slim_scheduler.core.messages import (
     UnloadInstance,
     WakeAt,
 )
-from slim_scheduler.core.server.scheduler import RETURN, ServerKnobs, ServerScheduler
+from slim_scheduler.core.server.scheduler import REMEMBERED_BLOCKS, RETURN, ServerKnobs, ServerScheduler
 from tests.core.networks import SHAPE, VARIANT, WEIGHT, block, only, task
 
 
@@ -301,6 +301,22 @@ def test_a_block_that_is_delivered_twice_runs_once():
     assert ran(scheduler.handle(same, 1.0)) == [1]
     scheduler.handle(same, 1.1)
     assert ran(scheduler.handle(BatchDone(2), 1.2)) == []
+
+
+def test_a_block_that_is_delivered_twice_runs_once_however_many_came_meanwhile():
+    scheduler = server(max_batch=64)
+    loaded(scheduler, 0, 0.5)
+    blocks = [BlockArrived(block(n, (task(n),))) for n in range(REMEMBERED_BLOCKS + 3)]
+    did = []
+    for arrived in (*blocks, blocks[1]):  # the first runs, the others wait behind it
+        did += ran(scheduler.handle(arrived, 1.0))
+        scheduler.check_invariants()
+    for batch_id in range(2, 3 + len(blocks)):
+        did += ran(scheduler.handle(BatchDone(batch_id), 1.1))
+        scheduler.check_invariants()
+        if len(did) >= len(blocks):
+            break
+    assert did == list(range(len(blocks)))
 
 
 def test_percentiles_are_of_the_time_at_the_server_whatever_the_priority():
