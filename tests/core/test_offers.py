@@ -180,6 +180,48 @@ def test_an_offer_that_would_be_late_behind_those_that_wait_is_refused():
     assert never.retry_after is None
 
 
+class Measured:
+    def top1(self, widths):
+        return sum(widths) / len(widths)
+
+
+def test_offers_with_an_accuracy_floor_that_can_be_met_obey_the_limits():
+    made = dispatcher(credit=2, max_waiting_items=4, accuracy=Measured())
+    (gone,) = replies(offer(made, 0, 1.0, deadline=1.0, accuracy_floor=0.9))
+    assert gone.reason == "the deadline passed before the request could be taken; allow more time"
+    assert [replies(offer(made, number, 1.0, accuracy_floor=0.9)) for number in range(1, 5)] == [[]] * 4
+    (full,) = replies(offer(made, 5, 1.0, accuracy_floor=0.9))
+    assert full.reason == "the queue is full: 1 items came and the limit is 4"
+    made = dispatcher(accuracy=Measured())
+    offer(made, 0, 0.0)
+    (late,) = replies(offer(made, 1, 1.1, deadline=3.0, accuracy_floor=0.9))
+    assert "an answer takes 1100 ms at this load and the deadline is in 1900 ms" in late.reason
+
+
+def test_an_offer_that_waits_ends_at_its_deadline_though_nobody_may_come_in():
+    made = dispatcher(credit=IN_HAND)
+    for number in range(IN_HAND):
+        offer(made, number, 0.0)
+    for _ in range(2):
+        made.handle(FrontTurned(BUSY), 0.0)
+    made.handle(RouteNow(), 0.0)  # all are at the server, which never answers
+    for number, deadline in enumerate((0.2, 0.4, 0.2, None), IN_HAND):
+        offer(made, number, 0.0, deadline=deadline)
+    assert made.handle(FrontTurned(BUSY), 0.0) == [OffersTaken((), PAUSE)]
+    assert made.handle(FrontTurned(HARD), 0.199) == [OffersTaken((), 0.199 + PAUSE)]
+    ended = made.handle(FrontTurned(BUSY, after_pause=True), 0.2)
+    assert [(r.request_id, r.outcome, r.reason, r.retry_after) for r in replies(ended)] == [
+        (IN_HAND, Outcome.EXPIRED, "the deadline passed", None),
+        (IN_HAND + 2, Outcome.EXPIRED, "the deadline passed", None),
+    ]
+    assert only(ended, OffersTaken) == [OffersTaken((), 0.2 + PAUSE)]
+    ended = made.handle(FrontTurned(BUSY, after_pause=True), 0.5)
+    assert [reply.request_id for reply in replies(ended)] == [IN_HAND + 1]
+    assert made._admission.offers.items == 1, "who has no deadline waits on"
+    made.check_invariants()
+    assert made.counts["requests"]["expired"] == 3
+
+
 def test_the_like_of_a_refused_offer_is_refused_and_would_be_if_it_were_offered_while_nothing_happens():
     made, other = dispatcher(), dispatcher()
     for machine in (made, other):
