@@ -285,6 +285,28 @@ def test_a_doubled_report_counts_once():
     assert next_block.segment == 1
 
 
+def refused_after(reports_per_batch: int) -> str:
+    """Why a deadline cannot be kept after two seconds in which a server ran a task in 10 ms, with 20 items in hand."""
+    made, now, number = dispatcher(credit=1), 0.0, 0
+    commands = []
+    for number in range(20):
+        commands += arrive(made, request(number), now)
+    while now < 2.0:
+        (block,) = sent(commands)
+        now += 0.01
+        commands = [command for _ in range(reports_per_batch) for command in made.handle(done(block, now), now)]
+        for _ in replies(commands):
+            number += 1
+            commands += arrive(made, request(number, at=now), now)
+    (refused,) = replies(made.handle(request(number + 1, at=now, deadline=now + 0.4), now))
+    return refused.reason
+
+
+def test_doubled_reports_do_not_make_the_servers_look_faster():
+    assert "about 600 ms of work wait and the deadline is in 400 ms" in refused_after(1)
+    assert refused_after(2) == refused_after(1)
+
+
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [
