@@ -525,6 +525,18 @@ def test_the_cheapest_plan_that_meets_an_accuracy_floor_says_who_runs_again(floo
     assert replies(commands)[0].items[0].passes == passes
 
 
+@pytest.mark.parametrize(("floor", "margin", "passes"), [(0.6, 0.2, 2), (0.6, 0.3, 1), (0.9, 0.3, 2)])
+def test_a_request_with_both_floors_runs_again_where_either_asks_for_it(floor, margin, passes):
+    """The accuracy floor asks below a margin of 0.3, a confidence floor of 0.6 below 0.2, one of 0.9 below 0.8."""
+    machine = dispatcher(accuracy=Measured(), calibration=EVEN, escalation=FixedEscalation(WIDE, 0.5, PAIRS))
+    commands = arrive(machine, request(1, accuracy_floor=0.7, confidence_floor=floor), 0.0)
+    commands = through(machine, commands, 0.0, margin)
+    if passes == 2:
+        commands = through(machine, commands, 3.0, margin)
+    (item,) = replies(commands)[0].items
+    assert (item.passes, item.widths) == (passes, WIDE if passes == 2 else NARROW)
+
+
 def test_who_was_led_off_the_plan_of_an_accuracy_floor_runs_again_at_the_widest():
     machine = dispatcher(accuracy=Measured(), escalation=FixedEscalation(WIDE, 0.5, PAIRS))
     commands = arrive(machine, request(1, accuracy_floor=0.7), 0.0)
