@@ -38,6 +38,7 @@ SERVER = {"name": "a", "device": "cpu"}
         ({"servers": [SERVER], "workload": {"steps": [[0, 1]]}}, "a step's seconds is 0; it must be above 0"),
         ({"servers": [SERVER], "workload": {"steps": [[1, -1]]}}, "a factor is -1; it must be 0 or more"),
         ({"servers": [SERVER], "router": {"groups": []}}, "router.groups is empty"),
+        ({"servers": [SERVER], "router": {"fallback": "auto"}}, 'router.fallback is "auto", which itself takes the'),
         ({"servers": [SERVER], "faults": [{"server": "z", "at_s": 1, "kind": "crash"}]}, "z is not configured; there"),
         ({"servers": [SERVER], "telemetry": {"period_s": 1.0}}, "heartbeat_timeout_s is 0.8; it must be"),
     ],
