@@ -49,6 +49,58 @@ def test_a_missing_or_broken_profile_names_the_file(tmp_path):
         read_profile(tmp_path / "p.json")
 
 
+def short(known):
+    return tuple(msgspec.structs.replace(row, seconds=row.seconds[:1]) for row in known.latency_rows)
+
+
+def rows(**changes):
+    return lambda known: tuple(msgspec.structs.replace(row, **changes) for row in known.latency_rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("batches", (), r"batches are \[\]; they must be at least one, ascending, from 1 on"),
+        ("batches", (8, 1), r"batches are \[8, 1\]"),
+        ("batches", (0, 1), r"batches are \[0, 1\]"),
+        ("batches", (8, 8), r"batches are \[8, 8\]"),
+        ("latency_rows", (), "latency_rows are empty; `slim measure` writes them"),
+        ("latency_rows", short, "row of segment 0, widths None and 0.25 has 1 seconds; there are 2 batch sizes"),
+        ("latency_rows", rows(seconds=(1.0,) * 3), "has 3 seconds; there are 2 batch sizes"),
+        ("latency_rows", rows(mean=(1.0,)), "has 1 mean; there are 2 batch sizes"),
+        ("latency_rows", rows(seconds=(0.0, 0.0)), r"has seconds \[0.0, 0.0\]; each must be finite and above 0"),
+        ("latency_rows", rows(seconds=(0.1, -1.0)), r"has seconds \[0.1, -1.0\]; each must be finite and above 0"),
+        ("latency_rows", rows(mean=(0.0, 0.1)), r"has mean \[0.0, 0.1\]; each must be finite and above 0"),
+        ("latency_rows", rows(spread=(0.1, -1.0)), r"has spread \[0.1, -1.0\]; each must be finite and 0 or more"),
+        ("power", Curve((), ()), r"power needs as many y as x, and x ascending; x is \[\], y is \[\]"),
+        ("power", Curve((0.0, 1.0), (9.0,)), r"power needs .* x is \[0.0, 1.0\], y is \[9.0\]"),
+        ("power", Curve((1.0, 0.0), (9.0, 9.0)), "power needs as many y as x, and x ascending"),
+        ("power", Curve((0.0,), (-1.0,)), r"power has .* y \[-1.0\]; y must be finite and 0 or more"),
+        ("slowdown", Curve((0.0, 0.5, 1.0), (1.0, 2.0)), "slowdown needs as many y as x"),
+        ("slowdown", Curve((0.0, 1.0), (1.0, 0.0)), r"slowdown has .* y \[1.0, 0.0\]; y must be finite and above 0"),
+        ("sharing", (), r"sharing is \[\]; it must have one value at least, all above 0"),
+        ("sharing", (1.0, 0.0), r"sharing is \[1.0, 0.0\]"),
+        ("load_bytes_per_s", 0.0, "load_bytes_per_s is 0 and load_s 1; the first must be above 0"),
+        ("load_s", -1.0, "load_bytes_per_s is 1e[+]12 and load_s -1; .* the second finite and 0 or more"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused_with_its_path(tmp_path, name, value, said):
+    known = profile(0.01)
+    bad = value(known) if name == "latency_rows" and callable(value) else value
+    write_profile(msgspec.structs.replace(known, **{name: bad}), tmp_path / "p.json")
+    with pytest.raises(ProfileError, match=rf"^profile {tmp_path}/p\.json: .*{said}") as caught:
+        read_profile(tmp_path / "p.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_may_have_no_spread_and_take_no_power(tmp_path):
+    known = profile(0.01)
+    rows = tuple(msgspec.structs.replace(row, spread=(0.0, 0.0), deviation=(0.0, 0.0)) for row in known.latency_rows)
+    known = msgspec.structs.replace(known, latency_rows=rows, power=Curve((0.0,), (0.0,)), load_s=0.0)
+    write_profile(known, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == known
+
+
 def test_the_best_utilization_is_where_rest_makes_up_for_itself():
     def best(*slowdown):
         return msgspec.structs.replace(profile(0.01), slowdown=Curve((0.0, 0.92, 1.0), slowdown)).best_utilization

@@ -88,18 +88,21 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             for name, values in row.measured.items():
                 if len(values) != len(sizes):
                     raise ProfileError(f"{where} has {len(values)} {name}; there are {len(sizes)} batch sizes")
-                least = "0 or more" if name in ("spread", "deviation") else "above 0"
-                if not all(isfinite(v) and (v > 0 or (v == 0 and least == "0 or more")) for v in values):
+                may_be_0 = name in ("spread", "deviation")
+                if not all(isfinite(v) and (v > 0 or (may_be_0 and v == 0)) for v in values):
+                    least = "0 or more" if may_be_0 else "above 0"
                     raise ProfileError(f"{where} has {name} {list(values)}; each must be finite and {least}")
         for name, curve in (("power", self.power), ("slowdown", self.slowdown)):
             if not curve.x or len(curve.x) != len(curve.y) or list(curve.x) != sorted(set(curve.x)):
-                raise ProfileError(f"{name} needs as many y as x, and x ascending; x is {list(curve.x)}")
-            if (
-                not all(map(isfinite, (*curve.x, *curve.y)))
-                or min(curve.y) < 0
-                or (curve is self.slowdown and not min(curve.y))
+                raise ProfileError(
+                    f"{name} needs as many y as x, and x ascending; x is {list(curve.x)}, y is {list(curve.y)}"
+                )
+            may_be_0 = curve is self.power
+            if not all(map(isfinite, curve.x)) or not all(
+                isfinite(y) and (y > 0 or (may_be_0 and y == 0)) for y in curve.y
             ):
-                raise ProfileError(f"{name} has y {list(curve.y)}; each must be finite and above 0 (power: 0 or more)")
+                least = "0 or more" if may_be_0 else "above 0"
+                raise ProfileError(f"{name} has x {list(curve.x)} and y {list(curve.y)}; y must be finite and {least}")
         if not self.sharing or not all(isfinite(v) and v > 0 for v in self.sharing):
             raise ProfileError(f"sharing is {list(self.sharing)}; it must have one value at least, all above 0")
         if not self.load_bytes_per_s > 0 or not 0 <= self.load_s < inf:
