@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from slim_scheduler.serve.grpc.message import bytes_of_varints, outline
+from slim_scheduler.serve.grpc.message import _varint, bytes_of_varints, outline
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.refusal import Refusal
 from tests.serve.test_hostile_rpc import malformed
@@ -70,6 +70,22 @@ def test_no_bytes_are_a_defect():
 
 def test_what_is_left_is_bounded_before_it_is_parsed():
     with pytest.raises(Refusal, match="65536 bytes beside"):
-        outline(b"\x2a\x00" * 100_000, Limits())
+        outline(b"\x1a\x80\x80\x04" + bytes(65536), Limits())
     with pytest.raises(Refusal, match="17 pieces of tensor data"):
         outline(b"\x3a\x00" * 17, Limits())
+
+
+@pytest.mark.parametrize("field", [b"\x2a\x00", b"\x2a\x02\x32\x00", b"\x0a\x00"])
+def test_fields_are_counted_though_they_are_empty(field):
+    """Each costs an iteration on the event loop; 8 MiB of them are 8 kB as gzip."""
+    many = field * 2**22
+    with pytest.raises(Refusal, match="over 4096 fields"):
+        outline(b"\x2a" + _varint(len(many)) + many, Limits(header_bytes=2**24, tensors=2**24))
+
+
+def test_the_fields_of_all_inputs_count_together():
+    contents = b"\x2a\x00" * 100
+    tensor = b"\x2a" + _varint(len(contents)) + contents
+    outline(tensor * 40, Limits())
+    with pytest.raises(Refusal, match="over 4096 fields"):
+        outline(tensor * 41, Limits())

@@ -10,12 +10,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     Body sizes count after decompression. `json_bytes` bounds the JSON part: a number needs four times its text when
     parsed, so text is held shorter than binary data. `held_bytes` bounds all bodies in memory together.
+    `fields` bounds the fields of a gRPC message, each of which takes microseconds on the event loop.
     """
 
     body_bytes: int = 64 * MIB
     json_bytes: int = 16 * MIB
     held_bytes: int = 512 * MIB
     header_bytes: int = 64 * 1024
+    fields: int = 4096
     tensors: int = 16
     rank: int = 8
     elements: int = 16 * MIB

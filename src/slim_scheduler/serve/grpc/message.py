@@ -6,6 +6,7 @@ each a tag (field number and wire type) and a value: https://protobuf.dev/progra
 """
 
 from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +53,12 @@ def outline(message: bytes, limits: Limits) -> Outline:
     view = memoryview(message)
     head = bytearray()
     found = Outline(b"", [], [], [])
-    for number, wire_type, begin, value, end in _fields(view):
+    walked = count(1)
+    for number, wire_type, begin, value, end in _fields(view, walked, limits):
         if wire_type == LENGTH_DELIMITED and number == RAW_CONTENTS:
             found.raw.append(view[value:end])
         elif wire_type == LENGTH_DELIMITED and number == INPUTS:
-            tensor = _without_contents(view[value:end], found, limits)
+            tensor = _without_contents(view[value:end], found, walked, limits)
             head += INPUT_TAG + _varint(len(tensor)) + tensor
         else:
             head += view[begin:end]
@@ -77,15 +79,15 @@ def bytes_of_varints(view: memoryview) -> bytes:
     return values[~goes_on].tobytes()
 
 
-def _without_contents(view: memoryview, found: Outline, limits: Limits) -> bytearray:
+def _without_contents(view: memoryview, found: Outline, walked: Iterator[int], limits: Limits) -> bytearray:
     """One input without its contents, which join those found."""
     head = bytearray()
-    for number, wire_type, begin, value, end in _fields(view):
+    for number, wire_type, begin, value, end in _fields(view, walked, limits):
         if number != CONTENTS or wire_type != LENGTH_DELIMITED:
             head += view[begin:end]
         else:
             contents = view[value:end]
-            for kind, packing, _, first, last in _fields(contents):
+            for kind, packing, _, first, last in _fields(contents, walked, limits):
                 if kind == FP32_CONTENTS and packing in (LENGTH_DELIMITED, FIXED32):
                     found.fp32.append(contents[first:last])
                 elif kind == UINT_CONTENTS and packing in (LENGTH_DELIMITED, VARINT):
@@ -108,10 +110,15 @@ def _check(head: bytearray, found: Outline, limits: Limits) -> None:
         raise invalid(f"the message has {pieces} pieces of tensor data; at most {limits.tensors} are accepted")
 
 
-def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
-    """Each field's number, wire type, begin, begin of its value (a length-delimited one's bytes), and end."""
+def _fields(view: memoryview, walked: Iterator[int], limits: Limits) -> Iterator[tuple[int, int, int, int, int]]:
+    """Each field's number, wire type, begin, begin of its value (a length-delimited one's bytes), and end.
+
+    `walked` counts the fields of the whole message, also the empty ones. Raises Refusal where they are too many.
+    """
     at, end = 0, len(view)
     while at < end:
+        if next(walked) > limits.fields:
+            raise Refusal(Kind.TOO_LARGE, f"the message has over {limits.fields} fields; send fewer of them")
         begin = at
         tag = view[at]
         at += 1
