@@ -1,16 +1,17 @@
 """What an infer request may look like on the wire, and what is refused before it costs anything."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from slim_scheduler.serve.decode import LARGEST_INPUT, InferenceCall, decode_infer
+from slim_scheduler.serve.decode import LARGEST_INPUT, InferenceCall, call_of, decode_infer, read_header
 from slim_scheduler.serve.limits import Limits
 from slim_scheduler.serve.metadata import ModelCard
-from slim_scheduler.serve.parameters import Asked, OutputForm
+from slim_scheduler.serve.parameters import Asked, OutputForm, asked_of
 from slim_scheduler.serve.refusal import Kind, Refusal
 
 
@@ -234,8 +235,74 @@ def test_more_tensors_than_allowed_are_refused(card, images):
 
 
 def test_deep_json_is_refused_without_harm(card):
-    for text in (b"[" * 100_000, b'{"inputs":' * 50_000, b'{"x":' + b"[" * 200_000):
+    for text in (b"[" * 100_000, b'{"inputs":' * 20_000, b'{"x":' + b"[" * 200_000):
         assert refusal(card, text).kind is Kind.INVALID
+
+
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        b'"x":[' + b"{}," * MANY + b"{}]",
+        b'"x":[' + b"1," * MANY + b"1]",
+        b'"inputs":[' + b"{}," * MANY + b"{}]",
+        b'"inputs":[{"name":"image","shape":[' + b"1," * MANY + b'1],"datatype":"UINT8","data":[1]}]',
+        b'"parameters":{"widths":[' + b"1," * MANY + b"1]}",
+        b'"parameters":{"data":[' + b"1," * MANY + b"1]}",
+    ],
+)
+def test_json_beside_the_numbers_is_bounded_before_anything_is_built_of_it(card, beside):
+    pixels = np.ones((1, 1, 8, 8), np.uint8)
+    body = b"{" + beside + b"," + as_json(pixels, pixels.ravel().tolist())[1:]
+    tracemalloc.start()
+    try:
+        found = refusal(card, body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.kind is Kind.TOO_LARGE
+    assert found.message == "the JSON has over 65536 bytes beside its tensors' data; send less of them"
+    assert peak < 2 * len(body)
+
+
+@pytest.mark.parametrize("more", [{"id": "a:b"}, {"other": [1, {"a": 2}]}])
+def test_numbers_are_not_read_to_find_a_key_that_comes_twice(card, more):
+    pixels = np.random.default_rng(3).random((2000, 1, 8, 8), np.float32)
+    body = as_json(pixels, pixels.tolist(), **more)
+    tracemalloc.start()
+    try:
+        header = read_header(body, None, card, Limits())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(body)
+    assert np.array_equal(call_of(header, body, card).items, pixels)
+    assert "the key id twice" in refusal(card, b'{"id":"x","id":"x","y":1,' + body[1:]).message
+
+
+@pytest.mark.parametrize("shape", [(1000, 1, 8, 8), (200, 3, 16, 16), (2000, 3, 2, 2)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_numbers_take_while_they_are_read_is_known_before(shape, nested):
+    card = ModelCard("any", shape[1:], "NCHW", 10, 1, (1.0,))
+    pixels = np.ones(shape, np.uint8)
+    body = json.dumps(
+        json.loads(as_json(pixels, (pixels if nested else pixels.ravel()).tolist())), separators=(",", ":")
+    )
+    header = read_header(body.encode(), None, card, Limits())
+    tracemalloc.start()
+    try:
+        call_of(header, body.encode(), card)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= header.parsed_bytes < 2 * peak
+
+
+def test_widths_are_counted_before_they_are_looked_at(card):
+    with pytest.raises(Refusal, match="widths has 1000 values; digits has 4 segments"):
+        asked_of({"widths": [float("nan")] * 1000}, card)
 
 
 def test_json_part_has_its_own_limit(card, images):

@@ -284,6 +284,22 @@ async def test_answers_that_nobody_reads_are_bounded_and_hold_nobody_up(images):
             await asyncio.sleep(0.01)
 
 
+async def test_numbers_that_are_read_from_json_count_as_memory_meanwhile():
+    server = {"name": "a", "device": "cpu"}
+    config = config_from({"model": {"path": "models/digits"}, "servers": [server], "router": {"name": "jsq:0.25"}})
+
+    def statuses(port: int) -> list[int]:
+        tensors = [
+            {"name": "image", "shape": [n, 1, 8, 8], "datatype": "UINT8", "data": [1] * 64 * n} for n in (1000, 1)
+        ]
+        return [call(port, "POST", PATH.decode(), {"inputs": [tensor]})[0] for tensor in tensors]
+
+    async with running(config, Access(), Ports(0), limits=Limits(held_bytes=2 * MIB)) as ports:
+        assert await asyncio.to_thread(statuses, ports.http) == [503, 200]
+    async with running(config, Access(), Ports(0), limits=Limits(held_bytes=6 * MIB)) as ports:
+        assert await asyncio.to_thread(statuses, ports.http) == [200, 200]
+
+
 def test_clients_that_leave_in_the_middle_leave_no_word_in_the_log(tmp_path, images):
     with serving(tmp_path, "--head-timeout-s", "0.5") as server:
         for turn in range(30):

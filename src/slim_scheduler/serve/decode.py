@@ -5,6 +5,7 @@ anything is allocated for it; what does not fit is a `Refusal`. The gRPC front s
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -37,6 +38,8 @@ LONGEST_ID = 1024
 LARGEST_INPUT = 1e6  # normalised pixels are within about 10; raw 16-bit ones are still taken
 NO_DATA = msgspec.Raw()
 LONGEST_REMEMBERED = 512
+# While they are read as JSON, numbers are a list (8 bytes each) of floats (24) and an array (8); rows are lists too.
+PARSED_NUMBER_BYTES, PARSED_ROW_BYTES = 44, 128
 _NOT_OPENING = re.compile(rb"[^\[ \t\r\n]")
 
 
@@ -66,6 +69,16 @@ class InferBody(msgspec.Struct):
     outputs: list[OutputWish] | None = None
 
 
+class _SizedTensor(msgspec.Struct):
+    """Of an entry of `inputs`, the data alone: the rest is skipped, and nothing is built of it."""
+
+    data: msgspec.Raw = NO_DATA
+
+
+class _SizedBody(msgspec.Struct):
+    inputs: list[_SizedTensor]
+
+
 LOGITS_AS_JSON = (OutputForm(),)
 LOGITS_AS_BYTES = (OutputForm(binary=True),)
 
@@ -81,6 +94,7 @@ class InferenceCall(msgspec.Struct, frozen=True):
 
 
 _BODY = msgspec.json.Decoder(InferBody)
+_SIZED_BODY = msgspec.json.Decoder(_SizedBody)
 # Numbers may come flat or nested as deep as the shape; by rank, so that depth is bounded by type.
 _NUMBERS: list[Any] = []
 _kind: Any = float
@@ -101,6 +115,14 @@ class InferHeader(msgspec.Struct, frozen=True):
     request_id: str = ""
     asked: Asked = NOTHING_ASKED
     outputs: tuple[OutputForm, ...] = LOGITS_AS_JSON
+
+    @property
+    def parsed_bytes(self) -> int:
+        """What the numbers take in memory while they are read from JSON text."""
+        if self.data is None:
+            return 0
+        numbers = PARSED_NUMBER_BYTES * math.prod(self.shape)
+        return numbers + PARSED_ROW_BYTES * self.data.count(b"[") + len(self.data)
 
 
 def decode_infer(body: Buffer, json_length: int | None, card: ModelCard, limits: Limits) -> InferenceCall:
@@ -134,11 +156,11 @@ def read_header(body: Buffer, json_length: int | None, card: ModelCard, limits: 
 
 def _read_json(text: bytes, rest: int, card: ModelCard, limits: Limits) -> InferHeader:
     """Reads a JSON part that `rest` bytes follow."""
-    request = _parse(text)
+    request = _parse(text, limits)
     _check_counts(request, limits)
-    if text.count(b":") != _members(request):
-        refuse_repeated_keys(text)
     tensor = _input(request, rest, card)
+    if text.count(b":") != _members(request):
+        refuse_repeated_keys(_without_data(text, tensor, limits))
     elements = check_shape(tensor.datatype, tensor.shape, card, limits)
     binary_size: Any = (tensor.parameters or {}).get("binary_data_size")
     data = _json_data(tensor, elements) if binary_size is None else None
@@ -234,8 +256,10 @@ def check_forms(forms: tuple[OutputForm, ...]) -> None:
             raise invalid(f"output {OUTPUT} is asked for {count} times as {what}; ask once")
 
 
-def _parse(text: bytes) -> InferBody:
+def _parse(text: bytes, limits: Limits) -> InferBody:
     try:
+        if len(text) > limits.header_bytes:
+            _check_beside(text, limits)
         request = _BODY.decode(text)
         if request.id is not None:
             if len(request.id) > LONGEST_ID:
@@ -246,6 +270,25 @@ def _parse(text: bytes) -> InferBody:
         raise invalid("the JSON is nested too deeply; an infer request needs no more than 8 levels") from None
     except (msgspec.DecodeError, UnicodeError, ValueError) as error:
         raise invalid(f"the JSON is not an infer request: {quote(error, 200)}") from None
+
+
+def _check_beside(text: bytes, limits: Limits) -> None:
+    """Bounds what is not numbers, before anything is built of it. Raises Refusal, and msgspec's errors."""
+    # Numbers have no objects in them, and an object takes two bytes.
+    beside = 2 * text.count(b"{")
+    if beside <= limits.header_bytes:
+        beside = len(text) - sum(len(memoryview(tensor.data)) for tensor in _SIZED_BODY.decode(text).inputs)
+    if beside > limits.header_bytes:
+        raise Refusal(
+            Kind.TOO_LARGE,
+            f"the JSON has over {limits.header_bytes} bytes beside its tensors' data; send less of them",
+        )
+
+
+def _without_data(text: bytes, tensor: InputTensor, limits: Limits) -> bytes:
+    """The JSON without the input's numbers, which have no keys, where they are many."""
+    data = bytes(tensor.data)
+    return text.replace(data, b"0") if len(data) > limits.header_bytes else text
 
 
 def refuse_repeated_keys(text: bytes) -> None:

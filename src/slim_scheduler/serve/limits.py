@@ -8,8 +8,9 @@ MIB = 1024 * 1024
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds on one request, one connection and the whole server.
 
-    Body sizes count after decompression. `json_bytes` bounds the JSON part: a number needs four times its text when
-    parsed, so text is held shorter than binary data. `held_bytes` bounds all bodies in memory together.
+    Body sizes count after decompression. `json_bytes` bounds the JSON part, so that text is shorter than binary data:
+    a number of two bytes takes 44 while it is parsed. `header_bytes` bounds a head, and what a message or the JSON has
+    beside its tensors' data. `held_bytes` bounds all bodies in memory together, and the numbers being parsed.
     `fields` bounds the fields of a gRPC message, each of which takes microseconds on the event loop.
     """
 

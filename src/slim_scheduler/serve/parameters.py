@@ -127,15 +127,11 @@ def _widths(parameters: Mapping[str, Parameter], card: ModelCard) -> WidthTuple 
     if one is not None and several is not None:
         raise invalid("width and widths are both set; give width for all segments, or widths with one per segment")
     if one is not None:
-        widths = (_finite("width", one),) * card.segments
-    elif isinstance(several, list):
-        widths = tuple(_finite("widths", value) for value in several)
-    else:
-        text = str(several)
-        widths = tuple(_finite("widths", part) for part in text[:1024].replace("/", ",").split(","))
-    if len(widths) != card.segments:
-        raise invalid(f"widths has {len(widths)} values; {card.name} has {card.segments} segments and needs one each")
-    return widths
+        return (_finite("width", one),) * card.segments
+    values = several if isinstance(several, list) else str(several)[:1024].replace("/", ",").split(",")
+    if len(values) != card.segments:
+        raise invalid(f"widths has {len(values)} values; {card.name} has {card.segments} segments and needs one each")
+    return tuple(_finite("widths", value) for value in values)
 
 
 def _nearest(widths: WidthTuple, card: ModelCard) -> WidthTuple:

@@ -134,7 +134,7 @@ class HttpFront:
             self._answer(connection, request, (status, fields, body))
             return
         try:
-            call = call_of(header, request.body, served.card)
+            call = self._call_of(header, request.body, served.card)
             ended = partial(self._ended, connection, request, served.card, call)
             trace = traceparent(request.headers)
             inference = self._service.begin(served, call, ended, trace, request.read, ticket)
@@ -142,6 +142,15 @@ class HttpFront:
             served.engine.withdraw(ticket)
             raise
         connection.when_lost(inference.cancel)
+
+    def _call_of(self, header: InferHeader, body: bytes | bytearray, card: ModelCard) -> InferenceCall:
+        """Reads the numbers; what they take meanwhile is reserved. Raises Refusal."""
+        memory, size = self._service.memory, header.parsed_bytes
+        memory.reserve(size)
+        try:
+            return call_of(header, body, card)
+        finally:
+            memory.release(size)
 
     def _remember(
         self, request: HttpRequest, served: Served, header: InferHeader, ticket: "Ticket", reply: Reply
