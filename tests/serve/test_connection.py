@@ -455,6 +455,31 @@ def test_a_client_that_does_not_read_is_let_go_and_its_bytes_are_released():
     assert wire.owner.memory.used == 0
 
 
+@pytest.mark.parametrize("where", ["transport", "kernel"])
+def test_a_client_that_reads_slowly_gets_its_whole_answer(where):
+    wire = Wire(at_once=False)
+    wire.transport.stuck = True
+    wire.send(request(b"1"))
+    wire.front.answer(b"x" * 900)
+    if where == "kernel":
+        for _ in range(10):
+            wire.transport.socket.sendall(b"x" * 90)  # counted until all of it was read
+    now = wire.connection._since
+    for _ in range(10):
+        now += 20.0
+        wire.connection.sweep(now)
+        if where == "kernel":
+            wire.transport.client.recv(90)
+        else:
+            wire.transport.unread -= 1
+    assert not wire.transport.closed
+    wire.connection.sweep(now)
+    wire.connection.sweep(now + 29.0)
+    assert not wire.transport.closed
+    wire.connection.sweep(now + 31.0)
+    assert wire.transport.closed
+
+
 def test_what_is_read_ahead_is_bounded_however_small_the_requests_are():
     wire = Wire(at_once=False)
     tiny = b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"

@@ -129,7 +129,8 @@ class Connection(asyncio.Protocol):
         self._begun = False  # the answer in hand has its head out
         self._since = time.monotonic()  # when this state began
         self._unsent = 0  # bytes of answers that count as held until the socket has taken all
-        self._unsent_since = 0.0
+        self._unsent_since = 0.0  # since when its client has taken none of them
+        self._left = 0  # bytes that its client had not taken at the last sweep
         self._writable: asyncio.Event | None = None
 
     @property
@@ -194,6 +195,7 @@ class Connection(asyncio.Protocol):
         if self._writable is None:
             self._writable = asyncio.Event()
         self._unsent_since = time.monotonic()
+        self._left = 0
 
     def resume_writing(self) -> None:
         self._sent()
@@ -259,9 +261,14 @@ class Connection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Ends the connection if its client has been too slow."""
-        if self._unsent and now - self._unsent_since > self._limits.write_timeout_s:
-            self.transport.abort()
-            return
+        if self._unsent:
+            left = self.transport.get_write_buffer_size() + _queued(self.transport, termios.TIOCOUTQ)
+            if left < self._left:
+                self._unsent_since = now
+            self._left = left
+            if now - self._unsent_since > self._limits.write_timeout_s:
+                self.transport.abort()
+                return
         spent = now - self._since
         if self.state in (HEAD, BODY):
             limit = self._limits.head_timeout_s if self.state is HEAD else self._limits.body_timeout_s
@@ -283,7 +290,7 @@ class Connection(asyncio.Protocol):
     def close_if_quiet(self, now: float, seconds: float) -> None:
         """Ends the connection where for so long nothing has been asked or answered, and nothing has come just now."""
         between = self.state is IDLE or (self.state is HEAD and self._incoming is None)
-        if between and now - self._since >= seconds and not _unread(self.transport):
+        if between and now - self._since >= seconds and not _queued(self.transport, termios.FIONREAD):
             self.transport.close()
 
     # ---- reading
@@ -546,11 +553,11 @@ class Connection(asyncio.Protocol):
             self.transport.close()  # the server stops, and no answer will come
 
 
-def _unread(transport: asyncio.Transport) -> int:
-    """Bytes that have come and that the event loop has not looked at."""
+def _queued(transport: asyncio.Transport, queue: int) -> int:
+    """Bytes in the kernel: that have come and were not read (FIONREAD), or that the client has not taken (TIOCOUTQ)."""
     with contextlib.suppress(OSError):
         number = transport.get_extra_info("socket").fileno()
-        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(number, queue, bytes(4)), sys.byteorder)
     return 0
 
 
