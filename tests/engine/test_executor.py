@@ -11,8 +11,10 @@ import torch
 from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, Task
+from slim_scheduler.engine import executor
 from slim_scheduler.engine.devices.cpu import CpuDevice
 from slim_scheduler.engine.executor import BRIEF, BatchJob, Brief, Executor, Job, LoadJob, UnloadJob
+from slim_scheduler.engine.work_thread import still_running
 
 from .live import NETWORK, SHAPE, images
 
@@ -232,6 +234,36 @@ async def test_loads_do_not_wait_for_a_running_batch():
         assert (await batch).error is None
         assert (await desk.submit(UnloadJob(2))).error is None
         assert desk.executor.instances == 1
+
+
+async def test_a_batch_that_does_not_end_is_left_with_what_it_uses(monkeypatch, caplog):
+    monkeypatch.setattr(executor, "STOPPING", 0.1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Hangs(CpuDevice):
+        closed = False
+
+        def run(self, instance, rows, previous_width):
+            inside.set()
+            go_on.wait(60)
+            return super().run(instance, rows, previous_width)
+
+        def close(self):
+            self.closed = True
+
+    desk = Desk()
+    desk.executor.device = device = Hangs(NETWORK, SHAPE, 1, AMPLE)
+    desk.executor.start()
+    await desk.submit(LoadJob(LoadInstance(1, 0, 1.0, 0)))
+    ran = desk.submit(batch_job(torch.zeros(1, *SHAPE.item_shape)))
+    await asyncio.to_thread(inside.wait, 20)
+    await desk.executor.stop()
+    assert not ran.done()
+    assert not device.closed
+    assert caplog.messages == ["a: slim-a-0 did not end within 0.1 s and is left"]
+    assert "slim-a-0" in still_running()
+    go_on.set()
+    assert (await ran).error is None, "its instance is there"
 
 
 def test_a_batch_is_brief_where_its_like_was_brief():

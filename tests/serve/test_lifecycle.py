@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from slim_scheduler.client.client import AsyncSlimClient, Constraints, RefusedError, SlimClient
+from slim_scheduler.client.wire import request_head
 from tests.serve.conftest import ROOT, Running, serving
-from tests.serve.wire import call, infer, metrics
+from tests.serve.hanging_server import HANGS
+from tests.serve.wire import Wire, call, infer, metrics
 
 TOKEN = "0123456789abcdef"
 # Ten images whose answers are told apart: the nonce of each request is which of them it sends.
@@ -131,6 +133,22 @@ def test_the_grace_time_is_a_limit(tmp_path, images):
 
         asyncio.run(cut_off())
         assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("what", ["batch", "load"])
+def test_what_hangs_does_not_keep_the_server_from_ending(tmp_path, images, what):
+    options = ("--grace-s", "0.5", "--drain-delay-s", "0")
+    with (
+        serving(tmp_path, *options, module="tests.serve.hanging_server") as server,
+        Wire(server.http if what == "batch" else server.management) as wire,
+    ):
+        load = request_head("POST", "/v2/repository/models/digits/load", wire.host, 0)
+        wire.send(wire.request(images + HANGS) if what == "batch" else load)
+        while "hanging\n" not in server.errors:
+            time.sleep(0.01)
+        assert server.stop() == 1, "within 30 s, a quarter of what it hangs"
+        name = {"batch": "slim-[ab]-0", "load": "slim-load-digits"}[what]
+        assert re.search(f"ending without {name}$", server.errors[-1])
 
 
 def metrics_of(server: Running, name: str) -> float:

@@ -1,7 +1,7 @@
 """The command line, `slim`. Commands import what they need when they run: `slim --help` starts at once.
 
-Exit codes: 0 done, 1 failed (no request of a load was answered, a worker process was killed), 2 bad input or
-configuration (one line on stderr), 130 interrupted (what was done is written).
+Exit codes: 0 done, 1 failed (no request of a load was answered, a worker process was killed, a batch of a server that
+ends hangs), 2 bad input or configuration (one line on stderr), 130 interrupted (what was done is written).
 """
 
 import gc

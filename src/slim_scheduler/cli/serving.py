@@ -73,7 +73,10 @@ def serve(
     drain_delay_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds after SIGTERM in which a server that is not ready serves on.")
     ] = 2.0,
-    grace_s: Annotated[float, typer.Option(min=0.0, help="Seconds that requests in flight have after that.")] = 30.0,
+    grace_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds that requests in flight have after that; a batch that runs on has 5 more."),
+    ] = 30.0,
     head_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's head.")] = 10.0,
     body_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest time for a request's body.")] = 30.0,
     router: Annotated[

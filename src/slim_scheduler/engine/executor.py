@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from slim_scheduler.core.messages import LoadInstance
 from slim_scheduler.core.server.window import BatchTime
 from slim_scheduler.core.types import Batch, InstanceId, Seconds, ServerName, Task
 from slim_scheduler.engine.devices.base import Device, Rows
+from slim_scheduler.engine.work_thread import WorkThread
 from slim_scheduler.model.calibration import margins_of
 from slim_scheduler.model.protocol import SegmentSlice
 
@@ -60,6 +62,7 @@ class BatchJob:
 BRIEF: Seconds = 0.003  # beside a busy loop, a thread's batch of 1 ms takes 5 to 30, and 2 to 5 ms of work
 GROWTH = 1.25  # of what is expected, at most, after a batch that took longer: one that was disturbed decides nothing
 TURN: Seconds = 0.002  # of one server's batches, after which the loop goes round; the last may end up to BRIEF later
+STOPPING: Seconds = 5.0  # that a running job has when the executor stops; one that takes longer may never end
 MOST_LATE: Seconds = 0.005  # of a timer, that the next batch makes up for
 
 
@@ -146,7 +149,7 @@ class Executor:
         self._batches: SimpleQueue[Job | None] = SimpleQueue()
         self._moves: SimpleQueue[Job | None] = SimpleQueue()
         self._instances: dict[InstanceId, SegmentSlice] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[WorkThread] = []
         self._stopping = threading.Event()
         self._lost = threading.Event()
         self._logged: set[type[Exception]] = set()
@@ -169,9 +172,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         queues = [self._batches] * self._concurrency + [self._moves]
         for i, queue in enumerate(queues):
-            thread = threading.Thread(target=self._serve, args=(queue,), name=f"slim-{self.name}-{i}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._threads.append(WorkThread(f"slim-{self.name}-{i}", partial(self._serve, queue)))
 
     def submit(self, job: Job) -> None:
         if not isinstance(job, BatchJob):
@@ -218,15 +219,23 @@ class Executor:
         return rest
 
     async def stop(self) -> None:
-        """Lets running jobs end, drops waiting ones, frees every instance."""
+        """Lets running jobs end, drops waiting ones, frees every instance.
+
+        A job that has not ended after `STOPPING` is left to its thread, and so is what the device holds.
+        """
         self._stopping.set()
         self._end_slow()
         for _ in range(self._concurrency):
             self._batches.put(None)
         self._moves.put(None)
+        until = time.monotonic() + STOPPING
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
+        left = [thread.name for thread in self._threads if thread.is_alive()]
         self._threads.clear()
+        if left:
+            log.warning("%s: %s did not end within %g s and is left", self.name, ", ".join(left), STOPPING)
+            return
         self._instances.clear()
         self.device.close()
 

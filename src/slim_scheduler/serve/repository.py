@@ -8,6 +8,7 @@ what the folder holds and never become a path of their own.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import msgspec
 from slim_scheduler.core.accuracy import AccuracyTable
 from slim_scheduler.core.errors import DataError, InputError
 from slim_scheduler.core.types import ServerName
+from slim_scheduler.engine.work_thread import in_work_thread
 from slim_scheduler.serve.metadata import VERSION, Layout, ModelCard, card_of
 from slim_scheduler.serve.observer import Observer
 from slim_scheduler.serve.refusal import Kind, Refusal, invalid, quote
@@ -212,7 +214,7 @@ class Repository:
             try:
                 card = read_card(Path(config.model.path), self._layout, self._max_items)
                 # Reads weights and builds slices: too long for the event loop that answers requests.
-                engine = await asyncio.to_thread(self._build, config, observer)
+                engine = await in_work_thread(f"slim-load-{name}", partial(self._build, config, observer))
                 await engine.start()
             except Exception as error:  # whatever is wrong with a file, what was served before goes on
                 self.reasons[name] = quote(error, 300)

@@ -2,7 +2,8 @@
 
 Owns the order of things: a model first, then the sockets. On SIGTERM: not ready, but everything is served for
 `drain_delay_s`, in which whoever balances load can notice; then no new connections, and the last answer of each says
-so; then the engines and the sockets end, and the process exits 0. Everything else is the service's and the fronts'.
+so; then the engines and the sockets end, and the process exits 0, or 1 without a batch or a load that does not end.
+Everything else is the service's and the fronts'.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
+from slim_scheduler.engine.work_thread import still_running
 from slim_scheduler.serve.access import Access, Guard, token_from_environment
 from slim_scheduler.serve.allocator import limit_arenas, limit_kernels
 from slim_scheduler.serve.grpc import listener as grpc_listener
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 GARBAGE = 20_000  # objects between two collections; requests make few cycles and many objects
 DRAIN_DELAY_S = 2.0  # Kubernetes takes a pod out of its services within about a second of its end being asked for
+UNFINISHED = 1  # exit code where a batch or a load did not end
 CLOSING_S = 2.0  # for answers that are on their way out when everything else is done
 
 
@@ -158,7 +161,8 @@ def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and returns. Raises InputError's kinds for what cannot be served.
 
-    SIGINT, or a second signal, leaves the drain delay out.
+    SIGINT, or a second signal, leaves the drain delay out. Where a batch or the load of a model does not end, the
+    process does, with code 1.
     """
     loaded = config if isinstance(config, Config) else load_config(Path(config))
     access = Access(
@@ -198,8 +202,20 @@ def serve(
     gc.set_threshold(GARBAGE, 20, 100)
     # Until the server is up there is nothing to drain. A container's first process has no default action to rely on.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    except KeyboardInterrupt:
+        _end_without_threads(128 + signal.SIGINT)
+        raise
+    _end_without_threads(UNFINISHED)
+
+
+def _end_without_threads(code: int) -> None:
+    """Ends the process where a thread's work has not ended: at an ordinary exit, such a thread can crash it."""
+    if left := still_running():
+        log.warning("ending without %s", ", ".join(left))
+        os._exit(code)
 
 
 def _builder(seed: int) -> Build:

@@ -3,6 +3,7 @@
 A batch starts the moment a scheduler asks for it, before any other event is looked at. It decides nothing.
 """
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 
@@ -68,8 +69,7 @@ class LocalFleet:
 
     async def stop(self) -> None:
         self._timers.stop()
-        for server in self.servers.values():
-            await server.executor.stop()
+        await asyncio.gather(*(server.executor.stop() for server in self.servers.values()))
 
     def sample(self) -> None:
         now = self._host.clock.now()
