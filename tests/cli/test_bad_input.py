@@ -280,3 +280,18 @@ def test_digits_are_not_shown_to_a_network_that_was_made_for_other_images(slim: 
     assert f"workload.data is digits, images of 1x8x8, but {ROOT}/models/cifar100-lean takes 3x32x32" in line
     line = simulate(slim, tmp_path, "workload.data=pictures")
     assert f"workload.data is pictures, but {ROOT}/models/digits was measured on digits" in line
+
+
+@pytest.mark.parametrize("deadline_ms", ["nan", "inf", "0", "-5"])
+def test_a_load_has_a_deadline_that_can_be_met(slim: Slim, deadline_ms: str) -> None:
+    line = refused(slim, "load", "--rate", "1", "--duration", "0.1", "--deadline-ms", deadline_ms)
+    assert f"deadline_ms is {deadline_ms}; it must be above 0 and finite" in line
+
+
+def test_live_runs_have_no_workers(slim: Slim, tmp_path: Path) -> None:
+    plan = ("--routers", "random", "--live", "--workers", "2", "--out", tmp_path / "run")
+    assert "--workers 2 beside --live would change nothing" in refused(slim, "compare", "--config", DEMO, *plan)
+
+
+def test_the_doctor_overrides_keys_of_a_configuration_alone(slim: Slim) -> None:
+    assert "--set nonsense is given without --config" in refused(slim, "doctor", "--set", "nonsense")

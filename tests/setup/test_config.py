@@ -79,6 +79,8 @@ def test_overrides_reach_into_lists_and_tables(tmp_path):
     ("override", "message"),
     [
         ("servers.3.max_batch=1", "--set servers.3.max_batch: no such place"),
+        ("servers.-1.max_batch=1", "--set servers.-1.max_batch: no such place"),
+        ("servers.-1={}", "--set servers.-1: no such place"),
         ("servers", "expected key.path=value"),
         ("servers.0.max_bach=1", "nearest valid one is servers.0.max_batch"),
     ],

@@ -45,15 +45,20 @@ def compare(
     seed: Seed = 0,
     out: Out = None,
     live: Annotated[bool, typer.Option("--live", help="On this machine's devices, routers interleaved.")] = False,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; one per core by default.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes of simulated runs; one per core by default.")
+    ] = None,
     overrides: Overrides = None,
     allow_fallback: AllowFallback = False,
     as_json: Json = False,
 ) -> None:
     """Several routers on the same workloads."""
+    from slim_scheduler.core.errors import ConfigError
     from slim_scheduler.run.compare import run_live, run_simulated, trials
     from slim_scheduler.setup.routers import parse_router
 
+    if live and workers is not None:
+        raise ConfigError(f"--workers {workers} beside --live would change nothing: live runs take turns; leave it out")
     settings = read_config(config, overrides)
     out = out or Path("runs/compare")
     names = [parse_router(name.strip()).text for name in routers.split(",") if name.strip()]

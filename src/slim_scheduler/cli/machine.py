@@ -34,6 +34,10 @@ def doctor(
     """
     import msgspec
 
+    from slim_scheduler.core.errors import ConfigError
+
+    if config is None and overrides:
+        raise ConfigError(f"--set {overrides[0]} is given without --config; give the configuration whose key it is")
     if config is None:
         from slim_scheduler.cli.doctor import examine
 

@@ -184,7 +184,7 @@ def load(
     constraints = Constraints(
         deadline_ms=deadline_ms, accuracy_floor=accuracy_floor, confidence_floor=confidence_floor, width=width
     )
-    check_load(rate, concurrency, duration, items, warmup)
+    check_load(rate, concurrency, duration, items, warmup, deadline_ms)
     if out is not None:
         if out.is_dir():
             raise ConfigError(f"{out} is a folder; --out is the file for the result")

@@ -73,12 +73,23 @@ class Tally:
 
 
 def check_load(
-    rate: float | None, concurrency: int | None, duration: float, items: int = 1, warmup: float = 0.0
+    rate: float | None,
+    concurrency: int | None,
+    duration: float,
+    items: int = 1,
+    warmup: float = 0.0,
+    deadline_ms: float | None = None,
 ) -> None:
     """Raises InputError."""
     if (rate is None) == (concurrency is None):
         raise InputError("give either --rate (open loop) or --concurrency (closed loop)")
-    for name, value in (("rate", rate), ("concurrency", concurrency), ("duration", duration), ("items", items)):
+    for name, value in (
+        ("rate", rate),
+        ("concurrency", concurrency),
+        ("duration", duration),
+        ("items", items),
+        ("deadline_ms", deadline_ms),
+    ):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{name} is {value:g}; it must be above 0 and finite")
     if not 0 <= warmup < float("inf"):
@@ -116,7 +127,7 @@ def load(
     `connections` are opened as requests are under way: who has fewer bounds what the server can be offered. Over HTTP
     the process's limit of open files is raised where it is too low for them. Ctrl-C returns what was seen until then.
     """
-    check_load(rate, concurrency, duration, items, warmup)
+    check_load(rate, concurrency, duration, items, warmup, constraints.deadline_ms)
     if transport is None:
         transport = "grpc" if url.startswith("grpc://") else "http"
     run = _run(url, rate, concurrency, duration, transport, model, items, datatype, constraints, token, connections,

@@ -478,10 +478,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     try:
         for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = value
+            node = node[_place(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[_place(last) if isinstance(node, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"--set {key}: no such place in the configuration") from None
+
+
+def _place(part: str) -> int:
+    """A place in a list, from 0. Raises ValueError for what is none, such as -1."""
+    if not part.isdecimal():
+        raise ValueError(part)
+    return int(part)
 
 
 def _reject_unknown(tree: Any, kind: Any, where: str) -> None:
