@@ -64,7 +64,7 @@ def rows(**changes):
         ("batches", (8, 1), r"batches are \[8, 1\]"),
         ("batches", (0, 1), r"batches are \[0, 1\]"),
         ("batches", (8, 8), r"batches are \[8, 8\]"),
-        ("latency_rows", (), "latency_rows are empty; `slim measure` writes them"),
+        ("latency_rows", (), "there are no latency rows; `slim measure` writes them"),
         ("latency_rows", short, "row of segment 0, widths None and 0.25 has 1 seconds; there are 2 batch sizes"),
         ("latency_rows", rows(seconds=(1.0,) * 3), "has 3 seconds; there are 2 batch sizes"),
         ("latency_rows", rows(mean=(1.0,)), "has 1 mean; there are 2 batch sizes"),

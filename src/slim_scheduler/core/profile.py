@@ -82,7 +82,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
             raise ProfileError(f"batches are {list(sizes)}; they must be at least one, ascending, from 1 on")
         if not self.latency_rows:
-            raise ProfileError("latency_rows are empty; `slim measure` writes them")
+            raise ProfileError("there are no latency rows; `slim measure` writes them")
         for row in self.latency_rows:
             where = f"the row of segment {row.segment}, widths {row.previous_width} and {row.width}"
             for name, values in row.measured.items():
