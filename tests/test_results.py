@@ -58,7 +58,7 @@ def test_the_figure_is_that_of_the_stored_runs(results, tmp_path):
     draw(panels, results.FIGURE_MEASURES, bound, drawn)
     text = drawn.read_text()
     assert made_of not in text
-    assert all(name in text for name in ("the bound", "auto", "slackfit", "ppo:responsive"))
+    assert all(name in text for name in ("the bound", "auto", "slackfit", "ppo:patient", "cost-model:W"))
 
 
 def test_a_changed_table_is_noticed(results):
@@ -133,14 +133,14 @@ def test_a_run_whose_router_raised_is_not_stored(results, tmp_path):
 
 
 def test_a_load_that_is_whole_is_shown_before_the_others_are(results):
-    experiment = results.read_experiments()["default"]
-    store = results.read_store(results.STORED, "default")
+    experiment = results.read_experiments()["below"]
+    store = results.read_store(results.STORED, "below")
     last = list(experiment.loads)[-1]
     store.runs = [run for run in store.runs if run.load != last or run.seed != experiment.seeds[0]]
     page = results.table(experiment, store)
     shown = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| 0")]
     assert shown == [f"| {load}" for load in ("0.5", "0.7", "0.85") for _ in experiment.routers_at(load)]
-    assert f"Load {last} is not whole: 18 of 20 runs." in page
+    assert f"Load {last} is not whole: 63 of 70 runs." in page
 
 
 def test_real_arrivals_are_sped_up_to_the_load_and_a_run_replays_each(results, tmp_path, monkeypatch):
@@ -183,7 +183,7 @@ def test_fixed_widths_are_the_most_accurate_that_can_be_carried(results):
             config = load_config(REFERENCE / experiment.config, experiment.settings(load))
             slow = tuple(sorted((fault.server, fault.factor) for fault in config.faults if fault.kind == "slow"))
             listed.add((experiment.config, config.workload.rate, slow, fixed))
-    assert len(listed) >= 6
+    assert len(listed) >= 4
     for name, rate, slow, fixed in listed:
         config = load_config(REFERENCE / name)
         shape = load_shape(config)

@@ -104,7 +104,10 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def routers_at(self, load: str) -> tuple[str, ...]:
         """Every router once, by its whole name."""
-        return tuple(dict.fromkeys(router.replace(":W", f":{self.fixed.get(load, 'W')}") for router in self.routers))
+        return tuple(dict.fromkeys(self.at(load, router) for router in self.routers))
+
+    def at(self, load: str, router: str) -> str:
+        return router.replace(":W", f":{self.fixed.get(load, 'W')}")
 
     @property
     def each_seed(self) -> range:
@@ -353,8 +356,9 @@ def _lines(experiment: Experiment, store: Store, measures: Sequence[Measure]) ->
     lines: dict[str, dict[str, list[float]]] = {}
     for load in experiment.loads:
         runs = {
-            router: store.of(load, router, experiment.each_seed, made_of(experiment, load, router))
-            for router in experiment.routers_at(load)
+            router: store.of(load, whole, experiment.each_seed, made_of(experiment, load, whole))
+            for router in experiment.routers
+            for whole in [experiment.at(load, router)]
         }
         if any(len(of) < len(experiment.each_seed) for of in runs.values()):
             continue
