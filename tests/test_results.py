@@ -211,3 +211,23 @@ def test_a_router_with_fixed_widths_has_those_of_its_load_and_comes_once(results
     )
     assert experiment.routers_at("low") == ("auto", "cost-model:0.25/0.5", "cost-model:0.25")
     assert experiment.routers_at("high") == ("auto", "cost-model:0.25")
+
+
+def test_a_tuned_slo_is_given_to_slackfit_alone(results):
+    experiment = results.Experiment(
+        name="tuned",
+        says="Tuned.",
+        config="cluster.toml",
+        routers=("auto", "slackfit@SLO"),
+        seeds=(0, 1),
+        columns="items",
+        loads={"low": (), "high": ()},
+        slo_ms={"low": 300},
+    )
+    found = [(load, config.workload.slo_ms, names) for load, config, names in results.configured(experiment)]
+    default = load_config(REFERENCE / "cluster.toml").workload.slo_ms
+    assert found == [
+        ("low", default, {"auto": "auto"}),
+        ("low", 300, {"slackfit": "slackfit@300 ms"}),
+        ("high", default, {"auto": "auto", "slackfit": "slackfit"}),
+    ]

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -51,6 +51,7 @@ DRAWN = {"below": "Poisson arrivals (simulated)", "bursts": "bursts (simulated)"
 OFF_THE_SCALE = ("reward-greedy",)
 LOOK_SEEDS = (0, 2)
 LOOK_SETTINGS = ("workload.duration_s=4", "workload.warmup_s=0.4")
+SLO = re.compile(r"@(\S+) ms$")
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 
 ACCURACY = Measure("accuracy_arrived", "accuracy", "%", 100, 2)
@@ -88,7 +89,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     of the highest load that the configuration's cluster carries (`slim frontier`), rounded to whole items per second.
 
     `trace` is a file of arrival times in the folder SLIM_TRACES, sped up until its mean is the load's `workload.rate`.
-    The seed then decides only which images arrive. `W` in a router's name stands for the load's width tuple in `fixed`.
+    The seed then decides only which images arrive. `W` in a router's name stands for the load's width tuple in `fixed`,
+    `SLO` in `slackfit@SLO` for its milliseconds in `slo_ms`, which this router alone is given.
     """
 
     name: str
@@ -101,20 +103,24 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     trace: str = ""
     loads: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"": ()})
     fixed: dict[str, str] = {}
+    slo_ms: dict[str, float] = {}
 
     def routers_at(self, load: str) -> tuple[str, ...]:
         """Every router once, by its whole name."""
         return tuple(dict.fromkeys(self.at(load, router) for router in self.routers))
 
     def at(self, load: str, router: str) -> str:
-        return router.replace(":W", f":{self.fixed.get(load, 'W')}")
+        slo = f"@{self.slo_ms[load]:g} ms" if load in self.slo_ms else ""
+        return router.replace(":W", f":{self.fixed.get(load, 'W')}").replace("@SLO", slo)
 
     @property
     def each_seed(self) -> range:
         return range(self.seeds[0], self.seeds[0] + self.seeds[1])
 
-    def settings(self, load: str, folder: Path = HERE) -> tuple[str, ...]:
-        return tuple(_rate(setting, folder / self.config) for setting in (*self.set, *self.loads[load]))
+    def settings(self, load: str, router: str = "", folder: Path = HERE) -> tuple[str, ...]:
+        slo = SLO.search(router)
+        own = (f"workload.slo_ms={slo[1]}",) if slo else ()
+        return tuple(_rate(setting, folder / self.config) for setting in (*self.set, *self.loads[load], *own))
 
 
 def _rate(setting: str, config: Path) -> str:
@@ -169,8 +175,10 @@ def read_store(folder: Path, name: str) -> Store:
 
 
 def whole_name(router: str) -> str:
-    """`ppo:NAME` with the policy's folder."""
-    return f"ppo:{HERE / 'policies' / router.removeprefix('ppo:')}" if router.startswith("ppo:") else router
+    """As the program knows it: `ppo:NAME` with the policy's folder, `slackfit` without its SLO."""
+    if router.startswith("ppo:"):
+        return f"ppo:{HERE / 'policies' / router.removeprefix('ppo:')}"
+    return SLO.sub("", router)
 
 
 def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE) -> str:
@@ -179,7 +187,8 @@ def made_of(experiment: Experiment, load: str, router: str, folder: Path = HERE)
     policy = HERE / "policies" / router.removeprefix("ppo:") / "manifest.json"
     trained = policy.read_text() if router.startswith("ppo:") else ""  # with the weights' hash
     replayed = [experiment.trace] if experiment.trace else []
-    parts = json.dumps([configured, experiment.settings(load, folder), router, trained, *replayed], sort_keys=True)
+    settings = experiment.settings(load, router, folder)
+    parts = json.dumps([configured, settings, router, trained, *replayed], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -196,10 +205,8 @@ def run(experiment: Experiment, stored: Path, out: Path, workers: int | None = N
     commit = measured_commit(CLONE, *WRITTEN)
     store = read_store(stored, experiment.name)
     made = 0
-    for load in experiment.loads:
-        names = {whole_name(router): router for router in experiment.routers_at(load)}
+    for load, config, names in configured(experiment, folder):
         marks = {router: made_of(experiment, load, router, folder) for router in names.values()}
-        config = configured(experiment, load, folder)
         plan = [
             trial
             for trial in trials(list(names), experiment.each_seed, out / experiment.name / load)
@@ -232,8 +239,7 @@ def check(
     """
     store, seed = read_store(stored, experiment.name), experiment.seeds[0]
     made, otherwise = 0, []
-    for load in experiment.loads:
-        names = {whole_name(router): router for router in experiment.routers_at(load)}
+    for load, config, names in configured(experiment, folder):
         before = {
             router: store.of(load, router, [seed], made_of(experiment, load, router, folder))
             for router in names.values()
@@ -242,7 +248,7 @@ def check(
         if not plan:
             continue
         with progress(f"{experiment.name} {load}: {len(plan)} rows") as show:
-            for done in run_simulated(configured(experiment, load, folder), plan, workers, show):
+            for done in run_simulated(config, plan, workers, show):
                 if done.summary["interrupted"]:
                     continue
                 made += 1
@@ -259,13 +265,18 @@ def check(
     return made, otherwise
 
 
-def configured(experiment: Experiment, load: str, folder: Path = HERE) -> Config:
-    """What the runs of a load are of. Raises ConfigError where the trace is not there."""
-    settings = experiment.settings(load, folder)
-    if experiment.trace:
-        replayed = f"workload.trace={trace_file(experiment.trace)}"
-        settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
-    return load_config(folder / experiment.config, settings)
+def configured(experiment: Experiment, folder: Path = HERE) -> Iterator[tuple[str, Config, dict[str, str]]]:
+    """Every load, its configuration, and the routers that it is of, by their whole names; a router with settings of its
+    own comes with a configuration of its own. Raises ConfigError where the trace is not there."""
+    for load in experiment.loads:
+        alike: dict[tuple[str, ...], dict[str, str]] = {}
+        for router in experiment.routers_at(load):
+            alike.setdefault(experiment.settings(load, router, folder), {})[whole_name(router)] = router
+        for settings, names in alike.items():
+            if experiment.trace:
+                replayed = f"workload.trace={trace_file(experiment.trace)}"
+                settings = (*settings, "workload.kind=trace", "workload.trace_at_rate=true", replayed)
+            yield load, load_config(folder / experiment.config, settings), names
 
 
 def kept(done: Finished) -> dict[str, float | None]:
